@@ -38,7 +38,7 @@ pub enum ErrorKind {
     ShortIo,
     /// A deadline passed.
     TimedOut,
-    /// The drive, the budget or the free-space floor leaves no room.
+    /// Drive, capacity or `min_free` leave no room.
     NoSpace,
     /// A bounded queue or pool is full; the work was not taken.
     Busy,

@@ -3,7 +3,8 @@
 //! The geometry decides every size and offset of a slot before anything is read, and its
 //! [`Fingerprint`] names the namespace: the same bytes read under another geometry would be wrong
 //! KV with a valid CRC, so nothing that changes the meaning of the bytes may be missing from it.
-//! This room knows no files, keys or devices.
+//! This room knows no files, keys or devices. Beside this file: `presets` (well-known models) and
+//! `description` (a geometry as JSON).
 //!
 //! Inside an extent (one layer of one chunk) bytes are ordered `[plane][token][head][head_bytes]`,
 //! whatever the server's own layout is; an *opaque* layer is `[block][block_bytes]` and only the
@@ -22,8 +23,8 @@ mod presets;
 
 pub use presets::PRESETS;
 
-/// Element type of the KV cache: a name that only enters the fingerprint, and the bytes of one
-/// element.
+/// Element type of the KV cache: a name, and the bytes of one element. The name enters the
+/// fingerprint, and the codec codes only types that it names as bfloat16.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DType {
     /// Name as the server writes it, for example `bfloat16` or `fp8_e4m3`.
@@ -155,7 +156,8 @@ impl Default for Shard {
     }
 }
 
-/// Digest over all that gives the stored bytes their meaning; names the namespace directory.
+/// Digest over all that gives the stored bytes their meaning. It names the namespace, and with it a
+/// directory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Fingerprint(pub [u8; 32]);
 
@@ -300,8 +302,8 @@ impl Geometry {
         self.layers.iter().all(|l| l.kind == LayerKind::Mla)
     }
 
-    /// Name of the shard directory: `pp/tp/cp` coordinates, tensor-parallel ones collapsed where KV
-    /// is replicated.
+    /// Name of the shard directory, such as `pp0of1-tp2of8-cp0of1`; the tensor-parallel part is
+    /// `tp0of1` where KV is replicated.
     #[must_use]
     pub fn shard_dir_name(&self) -> String {
         let Shard { tp, pp, cp } = self.shard;
@@ -328,9 +330,10 @@ impl Geometry {
         self.layers.iter().map(|l| l.extent_bytes(self.chunk_tokens as usize)).max().unwrap_or(0)
     }
 
-    /// The namespace: BLAKE3 over a canonical rendering of everything but the shard coordinates'
-    /// rank (shards of one model lie beside each other in one namespace; the sizes do enter,
-    /// because they change the bytes).
+    /// The namespace: BLAKE3 over a canonical rendering of the geometry. Left out are the ranks,
+    /// since the shards of one model lie beside each other in one namespace; the tensor-parallel
+    /// size where KV is replicated; and with pipeline parallelism the layers, which differ between
+    /// its stages.
     #[must_use]
     pub fn fingerprint(&self) -> Fingerprint {
         let mut h = blake3::Hasher::new_derive_key("forebay 1 namespace fingerprint");

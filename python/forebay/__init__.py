@@ -1,6 +1,6 @@
 """KV-cache offload on local NVMe for LLM servers.
 
-`Engine` stores and loads the paged KV of prompts, `ObjectStore` keeps bytes under string keys; docs/python.md is the reference.
+`Engine` stores and loads the paged KV of prompts, `ObjectStore` keeps bytes under keys; docs/python.md is the reference.
 """
 
 from forebay import _forebay

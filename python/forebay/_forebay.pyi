@@ -24,9 +24,9 @@ class ForebayError(Exception):
     """An error of Forebay."""
 
     kind: str
-    """Which kind of error, in one word; stable."""
+    """Which kind of error, as in metrics and logs, such as `no_space`; stable."""
     advice: str | None
-    """What to do about it."""
+    """What to do about it; None where nothing is known."""
     path: str | None
     """The file or directory concerned; only on errors that the engine raised."""
 
@@ -64,7 +64,7 @@ class TimedOut(ForebayError):
     """A deadline passed."""
 
 class NoSpace(ForebayError):
-    """The drive, the budget or the free-space floor leaves no room."""
+    """Drive, capacity or min_free leave no room."""
 
 class Busy(ForebayError):
     """A bounded queue or pool is full; the work was not taken."""
@@ -111,7 +111,7 @@ class Geometry:
     def __repr__(self) -> str: ...
 
 class PagedKv:
-    """The server's paged KV memory, understood once and used in many calls."""
+    """The server's paged KV memory: its layout is checked once, for use in many calls."""
 
     def __init__(
         self, geometry: Geometry, kv_layers: _Kv, layout: str | None = None, block_tokens: int | None = None
@@ -136,7 +136,7 @@ class Prompt:
     def __len__(self) -> int: ...
 
 class Lookup:
-    """How many tokens of a prompt are stored; pinned chunks are kept while it lives."""
+    """How many tokens of a prompt are stored. Their chunks are not evicted while it lives, for at most the time asked for."""
 
     @property
     def tokens(self) -> int: ...
@@ -168,7 +168,7 @@ class Result:
     def __repr__(self) -> str: ...
 
 class Load:
-    """A load under way; iterate over it, await it, or wait for it. Dropping it cancels it."""
+    """A load under way; iterate over its layers, await its result, or wait for it. Dropping it cancels it."""
 
     @property
     def layers(self) -> int: ...
@@ -216,7 +216,7 @@ class StoreResult:
     def __repr__(self) -> str: ...
 
 class Store:
-    """A store under way; await it or wait for it. Dropping it sheds what was not copied out of the caller's memory yet."""
+    """A store under way; await it or wait for it. Dropping it gives up the chunks that were not copied out of the caller's memory yet."""
 
     @property
     def done(self) -> bool: ...
@@ -309,7 +309,8 @@ class Engine:
     def __repr__(self) -> str: ...
 
 class Completion(NamedTuple):
-    """What a batch of objects came to."""
+    """A batch of objects that has ended. `results`, `lengths` (bytes) and `causes` have one entry for each key, in the order of the submit;
+    a cause is None exactly where the result is True. `error` is the first failure in words."""
 
     id: int
     kind: str

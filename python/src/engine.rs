@@ -45,8 +45,8 @@ impl PyPrompt {
     }
 }
 
-/// How many tokens of a prompt are stored; while it lives, and for the time asked for, they are
-/// kept.
+/// How many tokens of a prompt are stored. Their chunks are not evicted while it lives, for at most
+/// the time asked for.
 #[pyclass(frozen, name = "Lookup", module = "forebay")]
 pub(crate) struct PyLookup(forebay::engine::Lookup);
 
@@ -58,7 +58,7 @@ impl PyLookup {
         self.0.matched_tokens
     }
 
-    /// Chunks that are kept from reclaim.
+    /// Chunks that have a lease.
     #[getter]
     fn pinned_chunks(&self) -> usize {
         self.0.pinned_chunks()
@@ -175,8 +175,8 @@ impl PyEngine {
         Ok(PyPagedKv(paged_kv(self.get()?.geometry(), kv_layers, &self.hints(layout))?))
     }
 
-    /// How many tokens of the prompt, from its start, can be loaded. With `pin_ms` the engine keeps
-    /// them from reclaim for so long.
+    /// How many tokens of the prompt, from its start, can be loaded. Their chunks are not evicted
+    /// for `pin_ms` milliseconds, as far as `lease_share` allows.
     #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
     fn lookup(
         &self,
@@ -194,7 +194,7 @@ impl PyEngine {
         Ok(tokens)
     }
 
-    /// As `lookup`, with an answer that gives pinned chunks free when it is dropped.
+    /// As `lookup`; dropping the answer ends the leases earlier.
     #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
     fn find(
         &self,
@@ -251,7 +251,8 @@ impl PyEngine {
         Ok(PyStore::new(py.detach(|| engine.store(request)).py()?))
     }
 
-    /// Loads the prompt's KV into the server's memory. Returns at once.
+    /// Loads the prompt's KV into the server's memory. Returns at once, unless the setting
+    /// `enable_async_loading` is off.
     #[pyo3(signature = (tokens, kv_layers, slot_mapping, extra=None, stream=None, mask=None, timeout_ms=None, *, layout=None,
         max_tokens=None, by_layer=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
@@ -295,8 +296,8 @@ impl PyEngine {
         Ok(PyPrefetch::new(py.detach(|| engine.prefetch(&prompt, start..stop)).py()?))
     }
 
-    /// Turns keys in place from the positions that they are rotated for to others, by the server's
-    /// own table; returns when that is done.
+    /// Rotates attention keys in place from the positions that they are rotated for to others, by
+    /// the server's own table; returns when that is done.
     #[pyo3(signature = (kv_layers, slot_mapping, old_positions, new_positions, table, *, dtype, neox=true, layers=None,
         stream=None, layout=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
@@ -336,14 +337,14 @@ impl PyEngine {
         Ok(PyPrompt(self.get()?.prompt_from_keys(&keys)))
     }
 
-    /// Removes a prompt's chunks; how many that were.
+    /// Removes a prompt's chunks; returns how many the drives had.
     #[pyo3(signature = (tokens, extra=None))]
     fn remove(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, extra: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
         let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
         py.detach(|| engine.remove(&prompt)).py()
     }
 
-    /// Removes everything of this shard.
+    /// Removes everything of this geometry and shard.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let engine = self.get()?;
         py.detach(|| engine.clear()).py()
@@ -355,7 +356,7 @@ impl PyEngine {
         py.detach(|| engine.flush()).py()
     }
 
-    /// The engine's figures.
+    /// The engine's counters and state, as plain numbers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let engine = self.get()?;
         let stats = py.detach(|| engine.stats()).py()?;

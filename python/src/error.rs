@@ -46,7 +46,7 @@ kinds! {
     IoError, Io, "The operating system reported an I/O error.";
     ShortIo, ShortIo, "A transfer moved fewer bytes than asked.";
     TimedOut, TimedOut, "A deadline passed.";
-    NoSpace, NoSpace, "The drive, the budget or the free-space floor leaves no room.";
+    NoSpace, NoSpace, "Drive, capacity or min_free leave no room.";
     Busy, Busy, "A bounded queue or pool is full; the work was not taken.";
     Cancelled, Cancelled, "The caller cancelled the operation.";
     Closed, Closed, "The engine or handle has been closed.";

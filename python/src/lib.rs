@@ -1,8 +1,9 @@
 //! The extension module `forebay._forebay`: the engine and the object store for Python.
 //!
 //! Invariants: no wait holds the GIL, no thread of the engine ever takes it, and no buffer is
-//! copied. What is written in Python on top (`python/forebay`) adds names and iteration, no
-//! behaviour of its own. This crate must not import torch or numpy.
+//! copied. What is written in Python on top (`python/forebay`) adds names, iteration and the
+//! adapters for serving engines; the engine's behaviour is all here. This crate must not import
+//! torch or numpy.
 
 use pyo3::prelude::*;
 

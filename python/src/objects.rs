@@ -1,4 +1,4 @@
-//! The object store for Python: bytes under string keys, in batches.
+//! The object store for Python: bytes under keys (`str` or `bytes`), in batches.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,15 +21,17 @@ use crate::wait::in_slices;
 
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
 
-/// What a batch came to, as a named tuple: `id` (what the submit returned), `kind` (`put`, `get`, `exists` or `delete`),
-/// `results` (the answer for each key, in the order of the submit), `lengths` (bytes of each object that was put or got, or for
-/// which a buffer had another length), `causes` (why the answer is no, None where it is yes) and `error` (in words, the first
-/// failure; that a key is not there is none).
+/// What a batch came to, as a named tuple: `id` (what the submit returned), `kind` (`put`, `get`,
+/// `exists` or `delete`), `results` (the answer for each key, in the order of the submit),
+/// `lengths` (bytes of each object that was put or got, or for which a buffer had another length),
+/// `causes` (why the answer is no, None where it is yes) and `error` (in words, the first failure;
+/// that a key is not there is none).
 const COMPLETION: [&str; 6] = ["id", "kind", "results", "lengths", "causes", "error"];
 
 static COMPLETION_TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// The class of completions, made once: `collections.namedtuple` is a tuple to who takes it apart, at the price of one.
+/// The class of completions, made once: `collections.namedtuple` is a tuple to who takes it apart,
+/// at the price of one.
 pub(crate) fn completion_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     let made = COMPLETION_TYPE.get_or_try_init(py, || {
         let arguments = [("module", "forebay")].into_py_dict(py)?;
@@ -65,8 +67,9 @@ impl PyObjectStore {
         self.store.as_ref().ok_or_else(|| crate::error::closed("object store"))
     }
 
-    /// Submits what was asked for, or a batch in its place that says what is wrong with it. The GIL is held throughout, so
-    /// that no other thread of Python sees the completion before the number is returned.
+    /// Submits what was asked for, or a batch in its place that says what is wrong with it. The GIL
+    /// is held throughout, so that no other thread of Python sees the completion before the number
+    /// is returned.
     fn submit<T>(
         &self,
         kind: BatchKind,
@@ -192,9 +195,10 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
-    /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of buffers that together
-    /// hold it. An object that is there already stays as it is, and counts as stored. One answer for each key, in order.
-    /// `dtype` is that of the values, as text or torch's own: the setting `codec` may code bfloat16.
+    /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of
+    /// buffers that together hold it. An object that is there already stays as it is, and counts as
+    /// stored. One answer for each key, in order. `dtype` is that of the values, as text or torch's
+    /// own: the setting `codec` may code bfloat16.
     #[pyo3(signature = (items, ttl_s=None, dtype=None))]
     fn put(
         &self,
@@ -207,8 +211,8 @@ impl PyObjectStore {
         self.run(py, ObjectRequest::Put(puts, options))
     }
 
-    /// Reads objects into buffers: a dict, or (key, value) pairs, as for `put`. The buffers of a value must have the
-    /// object's length together. An answer for each key, in order.
+    /// Reads objects into buffers: a dict, or (key, value) pairs, as for `put`. The buffers of a
+    /// value must have the object's length together. An answer for each key, in order.
     fn get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         self.run(py, ObjectRequest::Get(gets(items)?))
     }
@@ -266,8 +270,9 @@ impl PyObjectStore {
         Ok(py.detach(|| store.count_prefix(&keys)))
     }
 
-    /// Keeps objects from eviction for `ttl_s` seconds, or until `unpin`, which each pin needs one of. Which of the keys are
-    /// pinned: not those that are not stored, nor what goes beyond `lease_share`.
+    /// Keeps objects from eviction for `ttl_s` seconds, or until each pin is taken back by an
+    /// `unpin`. Says for each key whether it is pinned: not where it is not stored, or where leases
+    /// would exceed `lease_share`.
     fn pin(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, ttl_s: f64) -> PyResult<Vec<bool>> {
         let (store, keys, time) = (self.get_store()?, self::keys(keys)?, seconds("ttl_s", ttl_s)?);
         Ok(py.detach(|| store.pin(&keys, time)))
@@ -280,8 +285,9 @@ impl PyObjectStore {
         Ok(())
     }
 
-    /// Up to `limit` objects whose keys begin with `prefix`: (key, length) pairs, in no order of the keys; `after` is the last
-    /// key of the list before, to go on. Reads a page of the drive for each object that it looks at.
+    /// Up to `limit` objects whose keys begin with `prefix`: (key, length in bytes) pairs, in the
+    /// order of their digests. To go on, give the last key of the previous list as `after`. Reads a
+    /// page of the drive for each object that it looks at.
     #[pyo3(signature = (prefix=None, limit=1000, after=None))]
     fn list<'py>(
         &self,
@@ -303,8 +309,9 @@ impl PyObjectStore {
         py.detach(|| store.clear()).py()
     }
 
-    /// The digests (`object_digest`) of objects that this process has seen go since the last call: evicted by it, or found
-    /// damaged. Nothing is kept before the first call. `evicted_missed` says how many more there were that nobody took in time.
+    /// The digests (`object_digest`) of objects that this process has evicted, or found damaged,
+    /// since the last call. Nothing is recorded before the first call. `evicted_missed` says how
+    /// many more there were that nobody took in time.
     fn drain_evicted<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let store = self.get_store()?;
         let gone = py.detach(|| store.drain_evicted());
@@ -312,15 +319,15 @@ impl PyObjectStore {
         Ok(gone.digests.iter().map(|digest| PyBytes::new(py, digest)).collect())
     }
 
-    /// Objects that went and that `drain_evicted` will not tell, as of its last call: when it grows, accounts are to be made
-    /// anew.
+    /// Evicted or damaged objects that `drain_evicted` had no room to keep, as of its last call:
+    /// when this grows, a list of stored objects has to be made anew.
     #[getter]
     fn evicted_missed(&self) -> u64 {
         self.evicted_missed.load(Ordering::Relaxed)
     }
 
-    /// Declares memory into which objects are read, and from which they are written, without a copy where it is aligned
-    /// to 4 KiB. It is kept until the store is closed and gone.
+    /// Declares memory into which objects are read, and from which they are written, without a copy
+    /// where it is aligned to 4 KiB. It is kept until the store is closed and gone.
     fn register_memory(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<()> {
         let (store, memory) = (self.get_store()?, self::buffer(buffer, true)?);
         let Some(memory) = memory else { return Ok(()) };
@@ -333,7 +340,8 @@ impl PyObjectStore {
         Ok(self.get_store()?.event_fd())
     }
 
-    /// Ends a batch now; its buffers are the caller's when this returns. False where it has ended
+    /// Ends a batch now. Its buffers are the caller's when this returns; registered memory that the
+    /// kernel still uses is only when the batch's completion comes. False where it has ended
     /// already.
     fn cancel(&self, py: Python<'_>, id: u64) -> PyResult<bool> {
         let store = self.get_store()?;

@@ -213,7 +213,7 @@ fn element_of(letters: &str) -> Option<char> {
     ['D', 'R'].into_iter().find(|&c| letters.contains(c))
 }
 
-/// The server's paged KV memory, understood once and used in many calls.
+/// The server's paged KV memory: its layout is checked once, for use in many calls.
 #[pyclass(frozen, name = "PagedKv", module = "forebay")]
 pub(crate) struct PyPagedKv(pub(crate) Arc<PagedKv>);
 

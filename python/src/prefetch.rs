@@ -54,8 +54,8 @@ impl PyPrefetch {
         }
     }
 
-    /// Chunks so far: found on a drive, in_memory before, read, failed, without room; and whether it
-    /// was cancelled, or the memory tier is off.
+    /// Chunks so far: found on a drive, in_memory before, read, failed, without room; and whether
+    /// it was cancelled, or the memory tier is off.
     #[getter]
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         counts(py, &self.get()?.result())

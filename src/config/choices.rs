@@ -53,8 +53,8 @@ pub enum Cufile {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Codec {
-    /// `Exp4` where it makes loads faster: for KV in host memory, with a processor whose vectors it
-    /// uses. Otherwise `None`.
+    /// `Exp4` where it makes loads faster: for KV in host memory, on a processor with AVX2.
+    /// Otherwise `None`.
     #[default]
     Auto,
     /// Not at all.
@@ -75,15 +75,15 @@ pub enum Placement {
     Stripe,
 }
 
-/// When a server's connector hands over what a request computed.
+/// When a server's connector stores the KV that a request computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StoreWhen {
     /// In the step that computes it.
     #[default]
     Computed,
-    /// When the request has ended: admission then knows the whole of what is new, and how much was
-    /// generated.
+    /// When the request has ended: admission then knows all new chunks of the request, and how many
+    /// tokens were generated.
     Finished,
 }
 
@@ -161,7 +161,7 @@ pub enum Mode {
     Ro,
 }
 
-/// What goes first when room is needed.
+/// What is evicted first when space is needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -191,7 +191,7 @@ pub enum Admission {
 /// The NUMA node of staging memory and workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Numa {
-    /// The node the drive is attached to, on machines with several.
+    /// The node that the first drive is attached to, on machines with several nodes.
     #[default]
     Auto,
     /// No binding.
@@ -228,7 +228,7 @@ impl Loose for Numa {
 pub enum Capacity {
     /// In all, shared equally by the drives.
     Bytes(u64),
-    /// Percent of each drive's file system.
+    /// Percent: of each drive's file system, or for a tenant's quota, of the capacity.
     Percent(f64),
 }
 
@@ -289,7 +289,7 @@ impl Loose for MinFree {
 pub struct DriveSettings {
     /// Its cache directory.
     pub path: PathBuf,
-    /// Nothing new is stored there; what it holds is still served until it is reclaimed.
+    /// Nothing new is stored there; what it holds is served until it is evicted.
     #[serde(default)]
     pub drain: bool,
 }

@@ -3,8 +3,8 @@
 //!
 //! What the process sees of the outside (environment, files) comes in through [`Loader`], so that a
 //! test sets both. A value is checked where it was given, so that an error can name the variable or
-//! the file; the error of a whole file would name only the file. Nothing is read from the file
-//! system but the settings file.
+//! the file; the error of a whole file would name only the file. Only the settings file is read,
+//! and, where `hugepages` is set, the two files of the kernel that say which huge pages it has.
 
 use std::ffi::OsString;
 use std::io::Read;

@@ -1,13 +1,17 @@
 //! Settings: one [`Settings`] struct, filled from a file, the environment and code, in this order
 //! of rising precedence.
 //!
-//! Every limit of the engine is a field here with its unit, and every bad value has its own error
-//! with advice; the rooms above read typed fields and parse nothing. `docs/configuration.md` lists
-//! every key, and a test keeps it complete. The module `dir` checks the cache directories and opens
-//! what lies inside them without following a symlink out.
+//! Every limit that an operator may set is a field here with its unit, and every bad value has its
+//! own error with advice; the rooms above read typed fields and parse nothing.
+//! `docs/configuration.md` lists every key, and a test keeps it complete.
 //!
-//! This room must not open the cache, start threads, or know any other room but `error`; the
-//! environment and the files it reads are injected through [`Loader`].
+//! The files: `load` (the sources and their order), `keys` (the names of a setting), `value`
+//! (sizes, percentages, times), `choices` (the types of settings), `validate` (ranges), `warning`,
+//! `place` (whether two processes name the same cache), and `dir`, which checks the cache
+//! directories and opens what lies inside them without following a symlink out.
+//!
+//! This room must not open the cache, start threads, or know any other room but `error`. Settings
+//! are read from the environment and from files through [`Loader`] alone, so that a test sets both.
 
 use std::path::Path;
 use std::time::Duration;
@@ -69,7 +73,8 @@ pub struct Settings {
     /// everything is there.
     #[serde(deserialize_with = "value::loose")]
     pub enable_async_loading: bool,
-    /// Loads read layer by layer across all chunks, stores write a layer as soon as it is given.
+    /// Loads read layer by layer across all chunks, stores take layers as they are computed;
+    /// otherwise both go chunk by chunk.
     #[serde(deserialize_with = "value::loose")]
     pub use_layerwise: Layerwise,
     /// KV of generated tokens is stored too, not only that of prompts.
@@ -78,7 +83,7 @@ pub struct Settings {
     /// A last chunk with fewer than `chunk_size` tokens is stored.
     #[serde(deserialize_with = "value::loose")]
     pub save_unfull_chunk: bool,
-    /// When a server's connector hands over what a request computed.
+    /// When a server's connector stores the KV that a request computed.
     #[serde(deserialize_with = "value::choice")]
     pub store_when: StoreWhen,
     /// I/O requests in flight per drive and direction (fio's iodepth).
@@ -117,8 +122,8 @@ pub struct Settings {
     /// `store_staging` are host memory's.
     #[serde(with = "value::size")]
     pub gpu_staging: usize,
-    /// Bytes of pinned host memory per drive through which KV in GPU memory goes where cuFile does
-    /// not move it.
+    /// Bytes of pinned host memory per drive and direction, through which KV in GPU memory goes
+    /// where cuFile does not move it.
     #[serde(with = "value::size")]
     pub pinned_staging: usize,
     /// Thread blocks of the reshape kernels at most, so that attention keeps the rest of the GPU; 0
@@ -143,14 +148,15 @@ pub struct Settings {
     /// The NUMA node of staging memory and workers.
     #[serde(deserialize_with = "value::loose")]
     pub numa: Numa,
-    /// Staging memory asks for huge pages and takes ordinary ones where they are refused.
+    /// Staging memory and the memory tier ask for huge pages, and take ordinary ones where they are
+    /// refused.
     #[serde(deserialize_with = "value::loose")]
     pub hugepages: bool,
     /// Permission bits of the directories that are made; files get the same without the execute
     /// bits.
     #[serde(with = "value::permissions")]
     pub dir_mode: u32,
-    /// Which segment is reclaimed first.
+    /// What is evicted first when space is needed: single chunks, or whole segments.
     #[serde(deserialize_with = "value::choice")]
     pub eviction_policy: EvictionPolicy,
     /// Which chunks are stored at all.
@@ -159,7 +165,8 @@ pub struct Settings {
     /// Share of the hits that `admission: adaptive` may cost by its own estimate (0 to 1).
     #[serde(deserialize_with = "value::loose")]
     pub admission_loss: f64,
-    /// Times its own size that a drive may be written in a day; `None` for no limit.
+    /// Drive writes per day: how many times its own size this process may write to each drive in a
+    /// day; `None` for no limit.
     #[serde(deserialize_with = "value::loose")]
     pub write_budget_dwpd: Option<f64>,
     /// Bytes of each drive, for drive writes per day; `None` for the size of the file system.
@@ -184,14 +191,14 @@ pub struct Settings {
     pub lease_share: f64,
     /// The user's own addition to the identity of the stored KV, such as a digest of the weights.
     pub fingerprint: Option<String>,
-    /// Milliseconds until a load that a serving engine waits for counts as failed.
+    /// Milliseconds until a load of a serving engine counts as failed; 0 loads nothing.
     #[serde(deserialize_with = "value::loose")]
     pub load_timeout_ms: u64,
     /// Tokens below which a serving engine computes instead of loading.
     #[serde(deserialize_with = "value::loose")]
     pub min_load_tokens: usize,
-    /// Tokens that the serving engine computes per second: slower loads are not offered to it;
-    /// `None` for what is measured.
+    /// Tokens that the serving engine computes per second: what would be loaded or fetched more
+    /// slowly is computed; `None` for the rate that the connector measures.
     #[serde(deserialize_with = "value::loose")]
     pub recompute_tokens_per_s: Option<f64>,
     /// Milliseconds that a serving engine's step waits for copies out of blocks that are about to
@@ -206,45 +213,51 @@ pub struct Settings {
     /// serving engine's.
     #[serde(deserialize_with = "value::loose")]
     pub max_held_blocks: Option<usize>,
-    /// Network file systems give a warning instead of an error.
+    /// A network file system below a cache directory gives a warning instead of an error.
     #[serde(deserialize_with = "value::loose")]
     pub allow_any_filesystem: bool,
-    /// RDMA to a remote tier; not active yet.
+    /// RDMA to a remote tier; without effect yet.
     #[serde(deserialize_with = "value::loose")]
     pub enable_rdma: bool,
     /// Address of an object store below the drives; `None` for no remote tier.
     pub remote_url: Option<String>,
-    /// Encoding towards the remote tier; only `naive`, which is none.
+    /// LMCache's name of the encoding in the remote tier: only `naive`, which is none; `None` for
+    /// the same.
     pub remote_serde: Option<String>,
     /// Milliseconds that one request to the remote tier may take, for each 8 MiB that it moves.
     #[serde(deserialize_with = "value::loose")]
     pub remote_timeout_ms: u64,
-    /// Bytes of memory for chunks on their way to and from the remote tier.
+    /// Bytes of memory for chunks on their way, half for uploads to the remote tier and half for
+    /// fetches from it.
     #[serde(with = "value::size")]
     pub remote_staging: usize,
     /// Chunks loaded or stored lately are kept in host memory, above the drives.
     #[serde(deserialize_with = "value::loose")]
     pub local_cpu: bool,
-    /// Bytes of that memory, of each process (plain numbers in files are GiB, as in LMCache).
+    /// Bytes of that memory, which the processes of one shard share (plain numbers in files are
+    /// GiB, as in LMCache).
     #[serde(with = "value::gigabytes")]
     pub max_local_cpu_size: u64,
-    /// What is stored of requests that wait in a serving engine is read into that memory ahead.
+    /// Stored KV of requests that wait in the serving engine's queue is read into that memory ahead
+    /// of their loads.
     #[serde(deserialize_with = "value::loose")]
     pub prefetch: bool,
     /// Reuse of segments at other positions, by requests of vLLM's connector that ask for it.
     #[serde(deserialize_with = "value::loose")]
     pub enable_blending: bool,
-    /// The layer that blending compares to choose tokens, in a list.
+    /// Layers, ascending, in which blending compares computed KV with stored KV to choose tokens;
+    /// empty for a choice by attention.
     #[serde(deserialize_with = "value::loose")]
     pub blend_check_layers: Vec<u32>,
-    /// The share of a prompt's segments that blending computes anew, in a list.
+    /// Share of the segments' tokens that blending computes anew (0 to 1), one for each of
+    /// `blend_check_layers`; empty for 0.15.
     #[serde(deserialize_with = "value::loose")]
     pub blend_recompute_ratios: Vec<f64>,
     /// Text that separates segments, for requests that ask for a blend and do not say where their
     /// segments are; `None` for no such requests.
     pub blend_special_str: Option<String>,
-    /// How far a token must be from what is stored, as a share of its own size, to be computed anew:
-    /// one for each of `blend_check_layers`, or none.
+    /// How far a token must be from what is stored, as a share of its own size, to be computed
+    /// anew: one for each of `blend_check_layers`, or none.
     #[serde(deserialize_with = "value::loose")]
     pub blend_thresholds: Vec<f64>,
 }
@@ -385,7 +398,7 @@ impl Settings {
 
     /// Bytes that one tenant's chunks may take on one drive whose file system holds `fs_bytes` in
     /// all: a percentage is of the capacity there, a number of bytes is shared equally by the
-    /// drives.
+    /// drives. `None` without a quota.
     #[must_use]
     pub fn drive_tenant_bytes(&self, fs_bytes: u64) -> Option<u64> {
         self.tenant_quota.map(|quota| match quota {

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 pub(super) struct BusyTime(Option<Instant>);
 
 impl BusyTime {
-    /// What a transfer adds that was under way from `times.start` to `times.end`. Transfers are told
-    /// in the order of their ends.
+    /// The busy time that a transfer adds which ran from `times.start` to `times.end`. Transfers
+    /// must be added in the order of their ends.
     pub(super) fn add(&mut self, times: &Range<Instant>) -> Duration {
         let from = self.0.map_or(times.start, |counted| counted.max(times.start));
         self.0 = Some(self.0.map_or(times.end, |counted| counted.max(times.end)));

@@ -153,14 +153,15 @@ impl PrefixLookup for EngineLookup {
     }
 }
 
-/// What fetches have not found. What they have found was told by who has uploaded it.
+/// Keys of chunks that fetches have not found in the remote tier. Those that they found need no
+/// report: the rank that uploaded them has reported them.
 pub(super) fn remote_gone<'a>(engines: impl Iterator<Item = &'a Engine>) -> Vec<ChunkKey> {
     let changes = engines.flat_map(|engine| engine.take_remote_changes(usize::MAX));
     changes.filter_map(|(key, is_there)| (!is_there).then_some(key)).collect()
 }
 
-/// What a worker has uploaded is looked for again, also where it was missing a moment ago: otherwise
-/// nobody would learn that it has been removed since.
+/// What a worker has uploaded is looked for again, also where it was missing a moment ago:
+/// otherwise nobody would learn that it has been removed since.
 pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &WorkerMeta) {
     let keys: Vec<ChunkKey> = report.remote.iter().filter(|(_, there)| *there).map(|(key, _)| ChunkKey(*key)).collect();
     if !keys.is_empty() {

@@ -201,8 +201,8 @@ pub struct WorkerMeta {
     pub memory_tokens: u64,
     /// As `load_s`, of such loads.
     pub memory_s: f64,
-    /// Keys of chunks that have come into this worker's memory tier (`true`) or left it, in order, as
-    /// far as one report takes them.
+    /// Keys of chunks that have come into this worker's memory tier (`true`) or left it, in order,
+    /// as far as one report takes them.
     pub memory: Vec<([u8; 32], bool)>,
     /// Keys of chunks that were dropped for room here since the last report, as far as one report
     /// takes them.

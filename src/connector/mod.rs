@@ -14,10 +14,16 @@
 //!   nothing of a step whose load failed is.
 //! - Blocks of a finished request come free when the gathers of its stores are over or given up,
 //!   not before.
-//! - An answer of [`Scheduler::get_num_new_matched_tokens`] holds nothing: it may be dropped.
+//! - An answer of [`Scheduler::get_num_new_matched_tokens`] holds nothing but leases that expire:
+//!   it may be dropped.
 //!
-//! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a
-//! drive.
+//! The files: `scheduler/`, `worker/`, `meta` (their messages), `options`, `lookup` and `ranks`
+//! (how much of a prompt every rank has stored), `worker_identity`, `busy` (time in which transfers
+//! ran).
+//!
+//! This room knows no Python and no server's types, and does no I/O of its own; it must not block a
+//! step on a drive. The exception is [`RanksLookup`]: it opens a worker's cache when that worker
+//! first says who it is.
 
 mod busy;
 mod lookup;

@@ -7,7 +7,8 @@
 //! patience: then nothing counts as stored.
 //!
 //! Invariants: nothing is kept but for live requests, a few words each and for each rank that is
-//! asked; what a rank said is dropped when it says that it has started anew. No call waits.
+//! asked; what a rank said is dropped when it says that it has started anew. No call waits, except
+//! that [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};

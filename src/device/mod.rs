@@ -11,6 +11,11 @@
 //! - A job calls `done` exactly once, outside the gate and outside locks, also when it fails.
 //! - This room does no I/O: to the io room its memory is an `IoBuf`. It knows no chunk keys, files
 //!   or indexes.
+//!
+//! The files: `host/` and `cuda/` (the two devices), `job` and `parts` (what a device is asked for,
+//! and its checks), `gate` (how a caller takes its memory back), `fence` (points in a stream),
+//! `memory` (the caller's), `region`, `staging`, `frame` and `shared` (our own), `rope` and
+//! `floats` (rotation of keys), `open` (devices by name).
 
 use std::sync::Arc;
 
@@ -68,8 +73,8 @@ pub trait Device: Send + Sync {
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn gather(&self, job: GatherJob);
 
-    /// Turns keys in place to other positions, after `after`, and waits for it. No load or store
-    /// may use their slots meanwhile.
+    /// Rotates attention keys in place to other positions, after the points `after`, and waits
+    /// until that is done. No load or store may use their slots meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where a shift does not suit the

@@ -48,8 +48,8 @@ pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// The codec that the settings ask for. Without vectors it takes more of the processor than it saves
-/// of the drive.
+/// The codec that the settings ask for. Without vectors it takes more of the processor than it
+/// saves of the drive.
 pub(crate) fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
     match settings.codec {
         Codec::None => SlotCodec::None,

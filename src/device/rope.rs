@@ -17,12 +17,12 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::MemorySpace;
 use crate::paged::{ChunkPlan, PlaneView};
 
-/// Which elements of a head are turned together.
+/// Which elements of a head are rotated as a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RopeStyle {
     /// Element `i` of the first half of the rotary part with element `i` of the second half.
     Neox,
-    /// Neighbours.
+    /// Elements `2 i` and `2 i + 1`.
     GptJ,
 }
 
@@ -36,7 +36,7 @@ pub struct RopeTable {
     kind: FloatKind,
 }
 
-/// Turns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
+/// Rotates the keys of one layer's plane, for the tokens of one chunk, from their old positions to
 /// new ones.
 #[derive(Clone)]
 pub struct RopeShift {
@@ -46,11 +46,11 @@ pub struct RopeShift {
     pub plane: usize,
     /// Slots of the chunk's tokens; no slot twice.
     pub plan: Arc<ChunkPlan>,
-    /// Position of each token of the plan for which its keys are rotated now.
+    /// For each token of the plan the position for which its keys are rotated now.
     pub old_positions: Arc<[i64]>,
-    /// Position of each token for which they shall be.
+    /// For each token the position for which its keys shall be rotated.
     pub new_positions: Arc<[i64]>,
-    /// Which elements are turned together.
+    /// Which elements of a head are rotated as a pair.
     pub style: RopeStyle,
     /// Element type of the keys.
     pub kind: FloatKind,

@@ -19,9 +19,9 @@ pub(super) const LOAD_LEASE: Duration = Duration::from_secs(60);
 
 impl Engine {
     /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest
-    /// partial chunk after them. No I/O. With `pin_ms` above 0 they are kept from reclaim for
-    /// so many milliseconds, as long as the answer lives, and as far as the share of the
-    /// capacity allows that may be pinned.
+    /// partial chunk after them. No I/O. With `pin_ms` above 0 each chunk found gets a lease: it is
+    /// not evicted for that many milliseconds, or until the [`Lookup`] is dropped. Leases beyond
+    /// the setting `lease_share` are refused.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`]; [`ErrorKind::InvalidInput`] for a prompt with another chunk size.
@@ -100,9 +100,9 @@ impl Engine {
         inner.pipeline.store(inner.store_spec(&request)?)
     }
 
-    /// As [`Engine::store`] for each of `requests`, one answer each, for callers in a hurry: where
-    /// the tokens lie is found out on a thread of the engine's. Slots and mappings that do not
-    /// fit the memory shed the store then.
+    /// As [`Engine::store`] for each of `requests`, with one result for each in their order, but
+    /// quicker: a thread of the engine looks up later where the tokens lie. A slot mapping that
+    /// does not fit the memory is then no error: the store's chunks are shed.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`]; each answer's as [`Engine::store`].
@@ -133,12 +133,15 @@ impl Engine {
         Ok(tail && prompt.keys().iter().all(|k| log.contains(k)))
     }
 
-    /// Removes the chunks of `prompt`, also where other prompts share them, with the partial chunks
-    /// that it starts with; how many were there. After the return they are not served by any
-    /// process, whatever crashes.
+    /// Removes the chunks of `prompt`, also where other prompts share them, and every partial chunk
+    /// that holds a prefix of `prompt`. Returns how many of them the drives had. After the return
+    /// no process serves them, whatever crashes.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`] where the cache is disabled or closed, and what the log says.
+    /// [`ErrorKind::Closed`] where the cache is disabled or closed; [`ErrorKind::Unsupported`]
+    /// where it is read-only; [`ErrorKind::InvalidInput`] for a prompt with another chunk size;
+    /// [`ErrorKind::Forked`]; what a drive or the remote store says: some chunks may still be there
+    /// then.
     pub fn remove(&self, prompt: &Prompt) -> Result<usize> {
         let inner = self.check()?;
         inner.check_prompt(prompt)?;
@@ -165,7 +168,7 @@ impl Engine {
         Ok(there.into_iter().filter(|there| *there).count())
     }
 
-    /// Removes everything stored under a cache salt; how many chunks that were.
+    /// Removes everything stored under a cache salt; returns how many chunks the drives had of it.
     ///
     /// # Errors
     /// As [`Engine::remove`].
@@ -206,22 +209,22 @@ impl Engine {
         self.check()?.open_log()?.flush()
     }
 
-    /// Up to `most` of the keys of chunks that reclaim of this process has dropped since the first
-    /// call, each once; a bounded number of them waits to be taken.
+    /// Takes up to `most` keys of chunks that this process has evicted since the first call. A
+    /// bounded number of keys is kept; beyond it the oldest are dropped.
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<ChunkKey> {
         self.log().map(|log| log.take_evicted(most)).unwrap_or_default()
     }
 
-    /// Up to `most` chunks that have come into the memory tier (`true`) or left it, in order, since the
-    /// last call; a bounded number of them waits to be taken. Nothing where another process has the
-    /// memory.
+    /// Takes up to `most` chunks that have come into the memory tier (`true`) or left it (`false`)
+    /// since the last call, in order; the first call begins with what is there. A bounded number is
+    /// kept. Where another process owns the frames, its changes come somewhat later.
     #[must_use]
     pub fn take_memory_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         self.inner.pipeline.memory().map(|tier| tier.take_changes(most)).unwrap_or_default()
     }
 
-    /// The keys of a prompt's full chunks, to talk about them with other programs.
+    /// The keys of a prompt's full chunks, to name them to other programs.
     #[must_use]
     pub fn keys(&self, tokens: &[u32], extra: &Extra) -> Vec<ChunkKey> {
         self.prompt(tokens, extra).keys().to_vec()

@@ -2,7 +2,8 @@
 //!
 //! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the
 //! log, bytes through the pipeline. The calls of the forward path ([`Engine::lookup`],
-//! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive.
+//! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive;
+//! only a load with `enable_async_loading` off waits.
 //!
 //! Invariants:
 //! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss,
@@ -10,8 +11,14 @@
 //!   error).
 //! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an
 //!   operator's command that failed.
-//! - A forked child gets [`ErrorKind::Forked`] from every call and leaves everything alone, also
-//!   when it drops the engine.
+//! - A forked child gets [`ErrorKind::Forked`] from every call that returns a [`Result`]. When it
+//!   drops the engine, nothing of the parent's is touched.
+//!
+//! The files: `open` (from settings to staging and an open log), `prompt` and `request` (what
+//! callers hand in), `calls` (lookup, load, store, remove), `plan` (slots to copies), `storing`
+//! (which chunks of a prompt are written), `adapter` (the log as the pipeline's source and sink),
+//! `prefetching`, `remote` (fetches), `turn` (rotation of keys to other positions), `stats` and
+//! `exposition` (metrics).
 //!
 //! ```no_run
 //! use forebay::config::Settings;

@@ -13,7 +13,7 @@ pub struct Prompt(Arc<PromptInner>);
 
 #[derive(Clone, Debug)]
 struct PromptInner {
-    /// None where the chunks have names in place of tokens.
+    /// Empty where the chunks have names in place of tokens.
     tokens: Vec<u32>,
     len: usize,
     extra: Extra,
@@ -34,9 +34,9 @@ impl Prompt {
         }))
     }
 
-    /// A prompt of full chunks that have `names` in place of tokens, the first chunk's first. A
-    /// name has to tell all that the chunk's KV depends on, its prefix above all; no prompt of
-    /// tokens has a key of these.
+    /// A prompt of full chunks that have `names` in place of tokens, in the order of the prefix. A
+    /// name has to identify all that its chunk's KV depends on, above all the prefix before it. No
+    /// prompt of tokens has the same keys.
     #[must_use]
     pub fn from_keys(names: &[impl AsRef<[u8]>], chunk_tokens: u32) -> Self {
         Self(Arc::new(PromptInner {
@@ -62,7 +62,7 @@ impl Prompt {
         Self(Arc::new(inner))
     }
 
-    /// Its token ids; none where its chunks have names.
+    /// Its token ids; empty where its chunks have names.
     #[must_use]
     pub fn tokens(&self) -> &[u32] {
         &self.0.tokens

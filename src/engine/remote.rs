@@ -9,13 +9,12 @@ use crate::key::ChunkKey;
 use crate::remote::{Fetch, Wanted};
 
 impl Engine {
-    /// Starts to bring the chunks of `prompt` that no drive here has from the remote tier to a drive,
-    /// and into the memory tier where there is one: in order, until the first that is not there,
-    /// and no longer than until `deadline`. With the setting `save_unfull_chunk` the prompt's
-    /// partial last chunk is one of them, where one of just its length was uploaded. Returns at
-    /// once; lookups find what has come.
-    /// Without a remote tier, in a cache that is read only, and where nothing is missing, it is
-    /// over at once.
+    /// Starts to bring the chunks of `prompt` that no drive here has from the remote tier to a
+    /// drive, and into the memory tier where there is one: in order, until the first that is not
+    /// there, and no longer than until `deadline`. With the setting `save_unfull_chunk` the
+    /// prompt's partial last chunk is one of them, where one of just its length was uploaded.
+    /// Returns at once; lookups find what has come. Without a remote tier, in a cache that is read
+    /// only, and where nothing is missing, it is over at once.
     ///
     /// # Errors
     /// As [`Engine::lookup`].
@@ -49,8 +48,8 @@ impl Engine {
         self.inner.remote.as_ref().map(|remote| remote.take_changes(most)).unwrap_or_default()
     }
 
-    /// Other processes have uploaded these chunks: a fetch that has not found them a moment ago looks
-    /// for them again.
+    /// Other processes have uploaded these chunks: a fetch that has not found them a moment ago
+    /// looks for them again.
     pub fn uploaded_by_others(&self, keys: &[ChunkKey]) {
         self.inner.remote.iter().for_each(|remote| remote.put_by_others(keys));
     }

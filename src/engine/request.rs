@@ -1,4 +1,4 @@
-//! What is asked of the engine, and what a lookup answers.
+//! What callers hand to the engine, and the result of a lookup.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -67,13 +67,13 @@ impl SlotMapping {
         self
     }
 
-    /// Tokens that it speaks of.
+    /// Tokens that it has a slot, or -1, for.
     #[must_use]
     pub fn len(&self) -> usize {
         self.groups.iter().map(|g| g.len()).min().unwrap_or(0)
     }
 
-    /// Whether it speaks of no token.
+    /// Whether it has no token.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -86,8 +86,8 @@ impl From<Vec<i64>> for SlotMapping {
     }
 }
 
-/// How much of a prompt is stored. While it lives, and at most for the time asked for, its chunks
-/// are kept from reclaim.
+/// How much of a prompt is stored. Its leases keep the chunks from eviction while it lives, and at
+/// most for the time asked for.
 #[derive(Debug, Default)]
 #[must_use = "dropping it gives the pinned chunks free"]
 pub struct Lookup {
@@ -99,7 +99,7 @@ pub struct Lookup {
 }
 
 impl Lookup {
-    /// Chunks that are kept from reclaim for this lookup.
+    /// Chunks that have a lease of this lookup.
     #[must_use]
     pub fn pinned_chunks(&self) -> usize {
         self.pinned.iter().filter(|c| c.is_leased()).count()
@@ -115,10 +115,10 @@ pub struct LoadRequest {
     pub kv: Arc<PagedKv>,
     /// Where the tokens go.
     pub slots: SlotMapping,
-    /// Tokens to load from the start of the prompt; `None` for as many as the slot mapping speaks
-    /// of.
+    /// Tokens to load from the start of the prompt; `None` for as many as the slot mapping has.
     pub tokens: Option<usize>,
-    /// Milliseconds until what has not arrived counts as missed; `None` while the drive answers.
+    /// Milliseconds until what has not arrived counts as missed; `None` for no limit but the
+    /// time-out of each I/O request.
     pub timeout_ms: Option<u64>,
     /// Layer by layer over all chunks, or chunk by chunk; `None` as the settings say.
     pub layerwise: Option<bool>,
@@ -128,7 +128,7 @@ pub struct LoadRequest {
 }
 
 impl LoadRequest {
-    /// Loads as much of `prompt` as `slots` speaks of.
+    /// Loads the tokens of `prompt` that `slots` has.
     #[must_use]
     pub fn new(prompt: &Prompt, kv: &Arc<PagedKv>, slots: impl Into<SlotMapping>) -> Self {
         Self {
@@ -152,31 +152,32 @@ pub struct StoreRequest {
     pub kv: Arc<PagedKv>,
     /// Where the tokens lie.
     pub slots: SlotMapping,
-    /// Tokens of the prompt proper where generated ones follow; these are stored only if the
-    /// settings say so (`save_decode_cache`). `None` where all are of the prompt.
+    /// Tokens before the first generated one. Generated tokens are stored only with the setting
+    /// `save_decode_cache`. `None` where there are none.
     pub prompt_tokens: Option<usize>,
-    /// Tokens that were generated for the prompt in all, where that is known: `admission: adaptive`
-    /// tells chunks apart by it.
+    /// Tokens that were generated for the prompt in all, where that is known; `admission: adaptive`
+    /// groups chunks by it.
     pub generated: Option<u32>,
     /// Loads that the KV was computed from.
     pub depends_on: Vec<LoadTicket>,
     /// What happens while staging is taken.
     pub backpressure: Backpressure,
-    /// Milliseconds until what is not stored is given up; `None` while the drive answers.
+    /// Milliseconds until what is not stored is given up; `None` for no limit but the time-out of
+    /// each I/O request.
     pub timeout_ms: Option<u64>,
     /// Whether a last chunk that is not full is stored; `None` as the settings say.
     pub save_unfull: Option<bool>,
-    /// How long it may be served; `None` as the settings say.
+    /// How long its chunks are served: whole seconds, at least one; `None` for the setting `ttl`.
     pub ttl: Option<Duration>,
     /// Whether layers are given one by one; `None` as the settings say.
     pub layerwise: Option<bool>,
-    /// Whether all layers are computed already, or by what was submitted to a stream; otherwise the
-    /// [`Store`](super::Store) is told.
+    /// When all layers are computed, where that is known now; otherwise the caller says it to the
+    /// [`Store`](super::Store), layer by layer or for all.
     pub computed: Option<Computed>,
 }
 
 impl StoreRequest {
-    /// Stores as much of `prompt` as `slots` speaks of.
+    /// Stores the tokens of `prompt` that `slots` has.
     #[must_use]
     pub fn new(prompt: &Prompt, kv: &Arc<PagedKv>, slots: impl Into<SlotMapping>) -> Self {
         Self {

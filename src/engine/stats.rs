@@ -13,7 +13,7 @@ use crate::pipeline::{MissCause, PrefetchStats, ShedCause};
 use crate::remote::RemoteStats;
 use crate::tier::MemoryStats;
 
-/// Counters of calls that reach neither pipeline nor log.
+/// Counters that neither pipeline nor log keeps.
 #[derive(Debug, Default)]
 pub(super) struct EngineCounters {
     pub(super) lookups: AtomicU64,
@@ -95,16 +95,16 @@ pub struct EngineStats {
     pub load_staging: StagingStats,
     /// Staging of stores.
     pub store_staging: StagingStats,
-    /// The memory tier; nothing where there is none.
+    /// The memory tier; zeros where there is none.
     pub memory: MemoryStats,
     /// Prefetches into it.
     pub prefetch: PrefetchStats,
-    /// The remote tier; nothing where there is none.
+    /// The remote tier; zeros where there is none.
     pub remote: RemoteStats,
     /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging
     /// slot.
     pub quarantined: usize,
-    /// What the log says.
+    /// The log's counters.
     pub log: LogStats,
 }
 
@@ -121,7 +121,8 @@ impl EngineStats {
         self.sheds.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()
     }
 
-    /// Bytes written to the drives for each byte of chunks published; 0 where nothing was.
+    /// Bytes written to the drives (slots, moved chunks, journal, policy) for each byte of
+    /// published slots; 0 where none was published.
     #[must_use]
     pub fn write_amplification(&self) -> f64 {
         let log = &self.log;
@@ -144,13 +145,13 @@ impl Engine {
 }
 
 impl Engine {
-    /// Of these, what concerns the memory tier; quick, for every step of a server.
+    /// [`EngineStats::memory`] alone; cheap enough for every step of a server.
     #[must_use]
     pub fn memory_stats(&self) -> MemoryStats {
         self.inner.pipeline.memory().map(|tier| tier.stats()).unwrap_or_default()
     }
 
-    /// Of these, what concerns prefetches; as quick.
+    /// [`EngineStats::prefetch`] alone; as cheap.
     #[must_use]
     pub fn prefetch_stats(&self) -> PrefetchStats {
         self.inner.pipeline.prefetch_stats()

@@ -1,5 +1,5 @@
-//! Keys of the server's paged KV turned from one position to another: what a segment needs that was
-//! stored at other positions than it is used at.
+//! Attention keys in the server's paged KV, rotated (RoPE) from one position to another: what a
+//! segment needs that is used at other positions than it was stored at.
 //!
 //! Must not: run beside a load or store of the same slots. The caller promises that.
 
@@ -10,7 +10,8 @@ use crate::device::{FloatKind, PagedKv, RopeShift, RopeStyle, RopeTable, Stream}
 use crate::error::{Error, ErrorKind, Result};
 use crate::paged::ChunkPlan;
 
-/// Keys to turn, in plane 0 of the layers named.
+/// Which attention keys to rotate: those in plane 0 of the layers named, from their old to their
+/// new positions.
 pub struct KeyTurn {
     /// The server's paged KV.
     pub kv: Arc<PagedKv>,
@@ -18,23 +19,24 @@ pub struct KeyTurn {
     pub layers: Vec<usize>,
     /// Slot of each token, or -1 to skip it; no slot twice.
     pub slots: Arc<[i64]>,
-    /// Position of each token for which its keys are rotated now.
+    /// For each token the position for which its keys are rotated now.
     pub old_positions: Arc<[i64]>,
-    /// Position of each token for which they shall be.
+    /// For each token the position for which its keys shall be rotated.
     pub new_positions: Arc<[i64]>,
-    /// Which elements are turned together.
+    /// Which elements of a head are rotated as a pair.
     pub style: RopeStyle,
     /// Element type of the keys.
     pub kind: FloatKind,
-    /// The server's cosines and sines.
+    /// The server's cosines and sines, by position.
     pub table: Arc<RopeTable>,
-    /// Where the work that writes the keys was submitted.
+    /// The stream that the work that writes the keys was submitted to; `None` on the host.
     pub stream: Option<Stream>,
 }
 
 impl Engine {
-    /// Turns keys in place, and returns when they are turned. No load or store may use their slots
-    /// meanwhile. Tokens whose two positions are equal keep every bit.
+    /// Rotates attention keys in place to their new positions, and returns when that is done. No
+    /// load or store may use their slots meanwhile. Keys of tokens whose two positions are equal
+    /// keep every bit.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for layers, slots, positions, table or element type that do not

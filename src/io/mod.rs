@@ -1,10 +1,14 @@
 //! Files, memory and the queues between them.
 //!
 //! A [`Drive`] has one queue for reads and one for writes. Callers hand a [`Request`] with its
-//! buffer to a [`Queue`] and are called back with a [`Completion`]; nothing here ever blocks a
-//! caller or hands memory back while the kernel may still use it. Backends: `uring` (one owner
-//! thread per queue) and `threads` (a pool of `pread`/`pwrite`); which one runs is found by trying,
-//! and reported in [`PathReport`].
+//! buffer to a [`Queue`] and are called back with a [`Completion`]. A submit never blocks its
+//! caller, and no memory is handed back while the kernel may still use it.
+//!
+//! Backends for host memory are `uring` (one owner thread per queue) and `threads` (a pool of
+//! `pread`/`pwrite`); `probe` finds by trying which one runs, and reports it in [`PathReport`]. For
+//! an accelerator's memory `router` gives requests to `cufile`, or to `bounce`, which goes through
+//! pinned memory. `door` and `jobs` are the parts that all backends share; `throttle` and `pace`
+//! limit what the kernel has at once; `faulty` and `mount` stand in for drives in tests.
 //!
 //! Invariants: exact length or an error; every accepted request is answered once, at its time-out
 //! at the latest; a buffer in flight belongs to its queue; bounded queues reject instead of

@@ -63,15 +63,15 @@ pub trait Mover: Send + Sync + 'static {
     /// What the operating system or the driver says.
     fn pinned(&self, bytes: usize) -> Result<Arc<dyn MemRegion>>;
 
-    /// Makes host memory that is there already as fast as that of [`Mover::pinned`], until the answer
-    /// is dropped.
+    /// Makes host memory that is there already as fast as that of [`Mover::pinned`], until the
+    /// answer is dropped.
     ///
     /// # Errors
     /// `Unsupported` where this accelerator has no such memory; what the driver says.
     ///
     /// # Safety
-    /// `len` bytes at `host`, whole pages, must stay mapped, to the same memory, as long as the answer
-    /// lives.
+    /// `len` bytes at `host`, whole pages, must stay mapped, to the same memory, as long as the
+    /// answer lives.
     unsafe fn pin(&self, _host: *mut u8, _len: usize) -> Result<Pin> {
         Err(Error::new(ErrorKind::Unsupported, "this accelerator pins no memory"))
     }
@@ -94,7 +94,8 @@ pub trait Mover: Send + Sync + 'static {
 }
 
 /// Copies the first `len` bytes of a buffer to another: one is in host memory, the other one in the
-/// accelerator's. `done` gets both when neither is used any more; it is called as that of [`Copying`].
+/// accelerator's. `done` gets both when neither is used any more; it is called as that of
+/// [`Copying`].
 pub fn copy_buf(
     mover: &dyn Mover,
     (from, to): (Buf, Buf),

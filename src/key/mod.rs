@@ -4,7 +4,9 @@
 //! equal prefixes. The chain starts at a root made of the LoRA identity and the cache salt; a chunk
 //! that overlaps multimodal placeholders first mixes in their content hashes and places. The
 //! geometry is not in the key: it names the namespace the key lives in, and the keys of one prompt
-//! are the same on every rank. Keys must stay stable across restarts, processes and machines.
+//! are the same on every rank. A server that hashes prefixes itself may name its chunks instead
+//! ([`Chain::named`]); such keys and those of objects lie in spaces of their own. Keys must stay
+//! stable across restarts, processes and machines.
 
 use std::fmt;
 

@@ -44,13 +44,13 @@ causes! {
     Io = "io",
     /// A transfer passed its deadline, or nothing moved for long.
     TimedOut = "timed_out",
-    /// The memory given for the object has another length than it; the result says how long it is.
+    /// The memory given for the object has another length; [`KeyResult::len`] is the object's.
     WrongLength = "wrong_length",
-    /// Capacity, free-space floor or drive leave no room.
+    /// Capacity, `min_free` or drive leave no room.
     NoSpace = "no_space",
     /// The drive's write budget is used up.
     Budget = "budget",
-    /// The namespace is at its quota, and nothing of it could go.
+    /// The namespace is at its `tenant_quota`, and nothing of it could be evicted in time.
     Quota = "quota",
     /// Too many keys wait already.
     QueueFull = "queue_full",
@@ -64,7 +64,8 @@ causes! {
     Closed = "closed",
     /// The store was opened read-only.
     ReadOnly = "read_only",
-    /// The batch could not be understood; its error says why. From bindings to other languages.
+    /// The batch could not be understood; [`ObjectCompletion::error`] says why. Only from bindings
+    /// to other languages.
     Invalid = "invalid",
     /// Anything else; see the log.
     Internal = "internal",
@@ -97,7 +98,7 @@ impl ObjectCause {
         }
     }
 
-    /// Whether it says that something went wrong, other than that the answer is no.
+    /// Whether something went wrong: false for [`NotFound`](Self::NotFound) alone.
     #[must_use]
     pub const fn is_failure(self) -> bool {
         !matches!(self, Self::NotFound)
@@ -167,7 +168,7 @@ pub struct ObjectCompletion {
     pub kind: BatchKind,
     /// One per key, in the order of the submit.
     pub results: Vec<KeyResult>,
-    /// In words, the first failure among the keys (that a key is not there is none).
+    /// In words, the first failure among the keys; [`ObjectCause::NotFound`] is none.
     pub error: Option<String>,
     /// From the submit to the last key.
     pub took: Duration,

@@ -1,8 +1,9 @@
-//! Objects that this process has seen go: for who keeps accounts of what is stored.
+//! Objects that this process has evicted or found damaged: for callers that keep a list of what is
+//! stored.
 //!
-//! The log tells what it gave up, by key; what a get found bad is added here. Invariants: nothing
-//! is kept before somebody has asked once; what is kept is bounded, and it is counted what was
-//! dropped of it. Evictions by other processes are not seen.
+//! The log's eviction feed gives the keys of evicted objects; those that a get found damaged are
+//! added here. Invariants: nothing is recorded before the first call; what is kept is bounded, and
+//! what was dropped beyond that is counted. Evictions by other processes are not seen.
 
 use std::collections::VecDeque;
 
@@ -20,8 +21,8 @@ const MOST: usize = 1 << 16;
 pub struct Evicted {
     /// Their digests ([`object_digest`](super::object_digest)), each at least once.
     pub digests: Vec<[u8; 32]>,
-    /// How many more there were since the store was opened that nobody took in time: with a number
-    /// that grows, accounts are to be made anew.
+    /// How many more there were since the store was opened that nobody took in time. When this
+    /// grows, whoever keeps a list of stored objects has to make it anew.
     pub missed: u64,
 }
 

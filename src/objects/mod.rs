@@ -1,8 +1,8 @@
-//! Objects beside KV chunks in the same log: a string key up to 1 KiB to bytes of any size from 1 B
-//! to 1 GiB.
+//! Objects beside KV chunks in the same log: keys of 1 B to 1 KiB, values of 1 B to 1 GiB, both of
+//! any bytes.
 //!
 //! Serving stacks that bring their own layout plug in here. A submit takes a batch, never waits and
-//! never calls back; its end is found by [`ObjectStore::drain_completions`], and
+//! never calls back. [`ObjectStore::drain_completions`] gives the batches that have ended, and
 //! [`ObjectStore::event_fd`] is readable exactly while there is one to take. `docs/objects.md` has
 //! the guarantees and the failure cases.
 //!
@@ -11,12 +11,17 @@
 //!   checked.
 //! - The caller's memory is not touched after its batch has ended, however it ended. Registered
 //!   memory that the kernel has keeps its batch from ending; other memory the kernel never has.
-//! - The end of a batch is seen only after its submit has returned; a submit answers for
-//!   everything.
-//! - A completion is taken once: by who waits for it where the batch was begun so, else by who is
-//!   first.
-//! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
-//! - What is full is refused with a cause; nothing waits for it.
+//! - A completion is not drained before the submit of its batch has returned, and has a result for
+//!   every key, refused ones too.
+//! - A completion is taken once. That of [`ObjectStore::begin`] goes to [`ObjectStore::wait`]
+//!   alone, any other to whichever call is first.
+//! - A stored object is never overwritten: a get returns the bytes of one put, or fails.
+//! - Keys for which a queue has no room are refused with a cause; no submit waits for room.
+//!
+//! The files: `request` and `batch` (what callers hand in and get), `completions`, `core` (what the
+//! others share), `work` (the workers' queues), `put` and `get` (plans of a batch), `write` and
+//! `read` (one slot), `direct` (transfers without a copy), `removal`, `listing`, `pins`, `losses`
+//! (evicted and damaged objects), `names` (keys and parts), `open`, `stats`.
 //!
 //! This room knows no tokens, layers or paged memory.
 //!
@@ -88,9 +93,9 @@ pub fn object_digest(key: &[u8]) -> [u8; 32] {
     object_key(key).0
 }
 
-/// A store of objects. All calls may be made from any thread; none but [`wait`](Self::wait),
+/// A store of objects. All calls may be made from any thread. Only [`wait`](Self::wait),
 /// [`list`](Self::list), [`clear`](Self::clear), [`flush`](Self::flush) and [`close`](Self::close)
-/// waits for anything.
+/// wait for a drive or for other calls.
 ///
 /// Dropping it ends batches under way; [`ObjectStore::close`] waits for them.
 pub struct ObjectStore {
@@ -181,9 +186,9 @@ impl ObjectStore {
         self.core.work.begin(Box::new(move || plan(&core, items)));
     }
 
-    /// A batch of `keys` keys that its caller could not describe, for bindings to other languages:
-    /// it ends at once, with every key answered by [`ObjectCause::Invalid`] and with `why` in
-    /// words.
+    /// A batch of `keys` keys whose arguments a binding to another language could not convert. It
+    /// ends at once: every key gets [`ObjectCause::Invalid`], and [`ObjectCompletion::error`] is
+    /// `why`.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`].
@@ -196,11 +201,12 @@ impl ObjectStore {
     }
 
     /// Stores objects that are not there. One that is stored, or is being stored by this process,
-    /// is answered with yes and not written, and [`KeyResult::len`] is 0: delete it first to
-    /// change its value. Of a key that comes several times the first value is stored.
+    /// is answered with yes and not written, and [`KeyResult::len`] is 0: delete it first to change
+    /// its value. Of a key that comes several times the first value is stored.
     ///
-    /// Once a key is answered with yes and its length, its bytes are found by all processes; they
-    /// survive a crash from the next [`flush`](Self::flush) on, or a commit interval later.
+    /// Once a key is answered with yes and its length, all processes find its bytes. They survive a
+    /// kill of this process one commit interval later, and a power cut from the next
+    /// [`flush`](Self::flush) on.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`]. Everything else that goes wrong is in the keys' results.
@@ -224,8 +230,8 @@ impl ObjectStore {
         self.submit(ObjectRequest::Exists(keys))
     }
 
-    /// Removes objects. Answered with yes means: was there, and will not be served again by any
-    /// process, also after a crash.
+    /// Removes objects. Yes for a key means that it was there; no process serves it again, also
+    /// after a crash.
     ///
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
@@ -240,10 +246,11 @@ impl ObjectStore {
         self.log().map_or(0, |log| get::count_prefix(&log, keys))
     }
 
-    /// Keeps objects from eviction for `time` at most, or until as many [`unpin`](Self::unpin)s. Of
-    /// each key whether it is pinned: not where it is not stored, nor where the pins would keep
-    /// more than `lease_share` of the cache, nor in a store that only reads. No I/O and no waiting.
-    /// A deletion, a `clear` and the end of its time to live remove an object all the same.
+    /// Keeps objects from eviction for `time` at most, or until each pin is taken back by an
+    /// [`unpin`](Self::unpin). Returns for each key whether it is pinned. It is not where the
+    /// object is not stored, where leases would exceed `lease_share`, or in a read-only store. No
+    /// I/O and no waiting. A deletion, a `clear` and the end of its time to live remove an object
+    /// all the same.
     pub fn pin(&self, keys: &[Vec<u8>], time: Duration) -> Vec<bool> {
         let Some(log) = self.log() else { return vec![false; keys.len()] };
         let pin = |name: &Vec<u8>| {
@@ -261,9 +268,10 @@ impl ObjectStore {
         }
     }
 
-    /// Up to `limit` objects whose keys begin with `prefix`, with their lengths, in the order of
-    /// their digests. `after` is the last key of the answer before, to go on. Waits for the drive:
-    /// keys lie in the headers of slots, of which one is read for each object that is looked at.
+    /// Up to `limit` objects whose keys begin with `prefix`, with their lengths in bytes, in the
+    /// order of their digests. To go on, give the last key of the previous answer as `after`. Waits
+    /// for the drive: keys lie in the headers of slots, and one header is read for each object that
+    /// is looked at.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] where the store is disabled or closed, [`ErrorKind::Forked`].
@@ -275,16 +283,17 @@ impl ObjectStore {
     /// call returns. Waits for the drive; takes the same time however much there is.
     ///
     /// # Errors
-    /// Those of the drive, and for a store that only reads: nothing may have been removed.
+    /// [`ErrorKind::Closed`], [`ErrorKind::Forked`], [`ErrorKind::Unsupported`] in a read-only
+    /// store, and what a drive says: objects may still be there then.
     pub fn clear(&self) -> Result<()> {
         let log = self.open_log()?;
         self.core.pins.clear();
         log.clear()
     }
 
-    /// The objects that this process has seen go since the last call: those that it evicted, and
-    /// those that a get of it found damaged. Not what was deleted or cleared, nor what another
-    /// process evicted. Nothing is kept before the first call.
+    /// The objects that this process has evicted, or found damaged in a get, since the last call.
+    /// Not those that were deleted or cleared, nor those that other processes evicted. Nothing is
+    /// recorded before the first call.
     #[must_use]
     pub fn drain_evicted(&self) -> Evicted {
         self.log().map(|log| self.core.losses.take(&log)).unwrap_or_default()
@@ -311,7 +320,7 @@ impl ObjectStore {
     }
 
     /// Takes the completions that are there, in the order in which the batches ended. Never waits.
-    /// Works after a close.
+    /// Works after a close; empty in a forked child.
     #[must_use]
     pub fn drain_completions(&self) -> Vec<ObjectCompletion> {
         if self.check().is_err() {
@@ -353,7 +362,8 @@ impl ObjectStore {
     /// Makes every put durable that has been answered.
     ///
     /// # Errors
-    /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled or closed.
+    /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled
+    /// or closed.
     pub fn flush(&self) -> Result<()> {
         self.check()?;
         self.open_log()?.flush()
@@ -408,14 +418,14 @@ impl ObjectStore {
         self.check().ok().and_then(|()| self.core.log())
     }
 
-    /// The figures. Counts the bytes of all files, so it is not for every request.
+    /// The counters now. Looks at the sizes of all files, so it is too slow for every request.
     #[must_use]
     pub fn stats(&self) -> ObjectStats {
         let log = self.log().map(|log| log.stats());
         self.core.counters.snapshot(self.completions.keys(), log)
     }
 
-    /// The figures as Prometheus text.
+    /// The same as Prometheus text.
     ///
     /// # Errors
     /// [`ErrorKind::Internal`] where they cannot be rendered.

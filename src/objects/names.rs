@@ -1,9 +1,9 @@
 //! What an object's keys and header fields are: its name, its parts.
 //!
-//! An object of more than [`PART_BYTES`] is stored in parts and a head, all three found by keys
-//! that name the version: the index keeps of the head how many parts it has (as depth) and a random
-//! number that is in their keys (as tenant), so that parts of two versions never meet, and presence
-//! is known without I/O.
+//! An object of more than [`PART_BYTES`] is stored as a head, under the object's key, and parts,
+//! whose keys are made of it, a random number and their place. The index keeps the number of parts
+//! (in the head's field for depth) and the random number (in that for the tenant). So parts of two
+//! puts never meet, and presence is known without I/O.
 
 use crate::format::le;
 use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME};

@@ -21,8 +21,8 @@ use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 const KIND: &str = "forebay objects 1";
 /// Bytes that are moved at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// Staging slots are at least this long: a header lies in the first piece, and a coded extent beside
-/// it.
+/// Staging slots are at least this long: a header lies in the first piece, and a coded extent
+/// beside it.
 const LEAST_PIECE_BYTES: usize = OBJECT_EXTENT_BYTES;
 /// Staging is cut into at least this many slots, where their least size allows.
 const LEAST_SLOTS: usize = 8;
@@ -34,12 +34,13 @@ const MAX_PENDING_KEYS: usize = 1 << 16;
 /// What an object store is opened with.
 #[derive(Clone)]
 pub struct ObjectOptions {
-    /// Settings; those of chunks, layers and devices do not matter.
+    /// Settings; those of chunks, layers and devices have no effect.
     pub settings: Settings,
     /// What gives the objects' bytes their meaning; stores with different namespaces do not see
     /// each other's objects.
     pub namespace: String,
-    /// Keys under way beyond which more are refused with `QueueFull`.
+    /// Most keys under way; further ones are refused with
+    /// [`QueueFull`](super::ObjectCause::QueueFull).
     pub max_pending_keys: usize,
     /// Bytes of a segment; `None` follows from the capacity. A segment holds at least one part of
     /// an object.

@@ -1,4 +1,4 @@
-//! What callers hand in: names, and the memory that values come from and go to.
+//! What callers hand in: keys, and the memory that values come from and go to.
 
 use std::fmt;
 use std::sync::Arc;
@@ -86,7 +86,7 @@ impl ObjectMemory {
     /// A copy of the bytes. Not to be called while a get into them is under way.
     ///
     /// # Errors
-    /// None that can occur; those of [`HostMemory::read`].
+    /// Those of [`HostMemory::read`]; none occurs, as the pieces were checked.
     pub fn to_vec(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.len];
         let mut rest = bytes.as_mut_slice();
@@ -167,8 +167,8 @@ impl ObjectMemory {
 }
 
 impl ObjectMemory {
-    /// Codes the bytes to `coded`, which has as many as `shape` says; the CRC of the coded bytes, or
-    /// `None` where they do not fit. Nothing is read once `gate` is closed.
+    /// Codes the bytes to `coded`, which has as many as `shape` says; the CRC of the coded bytes,
+    /// or `None` where they do not fit. Nothing is read once `gate` is closed.
     pub(super) fn code_out(&self, shape: CodedShape, coded: &mut [u8], gate: &Gate) -> Outcome<Option<u32>> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut from = self.tiles();
@@ -221,8 +221,8 @@ pub enum ObjectRequest {
 pub struct PutOptions {
     /// How long they are served, in whole seconds, rounded up; `None` for the settings' `ttl`.
     pub ttl: Option<Duration>,
-    /// The values consist of bfloat16 numbers: the setting `codec` says whether they are coded.
-    /// Whatever they consist of, a get gives the very bytes.
+    /// The values are bfloat16 numbers, so that the setting `codec` applies. A wrong answer costs
+    /// space or time only: a get always returns the bytes that were put.
     pub bfloat16: bool,
 }
 
@@ -240,6 +240,6 @@ pub struct ObjectPut {
 pub struct ObjectGet {
     /// Its key.
     pub key: Vec<u8>,
-    /// Where to; as long as the object. What is in it after a failed get is not said.
+    /// Where to; exactly as long as the object. Its bytes are undefined after a failed get.
     pub target: ObjectMemory,
 }

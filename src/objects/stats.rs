@@ -73,7 +73,7 @@ impl ObjectCounters {
     }
 }
 
-/// The figures of one kind of batch.
+/// The counters of one kind of batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KindStats {
     /// Batches ended.
@@ -94,14 +94,14 @@ impl KindStats {
     }
 }
 
-/// A snapshot of an object store's figures.
+/// The counters of an object store at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct ObjectStats {
     /// Puts.
     pub puts: KindStats,
     /// Gets.
     pub gets: KindStats,
-    /// Questions whether objects are there.
+    /// Checks of presence.
     pub exists: KindStats,
     /// Deletions.
     pub deletes: KindStats,
@@ -113,7 +113,7 @@ pub struct ObjectStats {
     pub already_there: u64,
     /// Keys of batches under way.
     pub pending_keys: usize,
-    /// The log's figures; `None` while the store is disabled or closed.
+    /// The log's counters; `None` while the store is disabled or closed.
     pub log: Option<LogStats>,
 }
 

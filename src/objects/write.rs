@@ -1,6 +1,6 @@
 //! Writing slots: in pieces, each copied into staging and summed by a worker, or summed and written
-//! where it lies in registered memory; then committed. With a codec each extent is a piece, and coded
-//! instead of copied; an object that does not fit it is begun again without.
+//! where it lies in registered memory; then committed. With a codec each extent is a piece, and
+//! coded instead of copied; an object that does not fit it is begun again without.
 //!
 //! Invariants: a slot is committed only after each of its pieces was copied inside the gate, or
 //! summed under a hold, and written in full. A slot's end is reported after its last piece has

@@ -129,8 +129,8 @@ impl PagedLayout {
     }
 
     /// A layout with memories per layer, in layer order: one for each layer, or one for each plane
-    /// with [`Packing::Split`] (K of layer 0, V of layer 0, K of layer 1 …). All planes start
-    /// at the start of their memory.
+    /// with [`Packing::Split`] (K of layer 0, V of layer 0, K of layer 1 …). The first plane of
+    /// each memory starts at its first byte.
     ///
     /// # Errors
     /// As [`PagedLayout::custom`], and where the shape does not suit a spec.

@@ -63,9 +63,9 @@ causes! {
         Policy = "policy",
         /// The drive's write budget is used up.
         Budget = "budget",
-        /// The tenant's chunks take all that one tenant may.
+        /// The tenant is at its `tenant_quota`.
         Quota = "quota",
-        /// Capacity, free-space floor or drive leave no room.
+        /// Capacity, `min_free` or drive leave no room.
         NoSpace = "no_space",
         /// The operating system reported an I/O error.
         Io = "io",

@@ -1,13 +1,18 @@
 //! Layer-wise load and store: from slots to the caller's paged memory and back, with bounded
 //! staging.
 //!
-//! The pipeline knows chunks only through the traits of [`seam`](ChunkSource): something that can
-//! be read, something that can be written and committed. It knows the caller's memory only through
-//! a [`Device`], and never waits for the caller.
+//! The pipeline knows chunks only through the traits of `seam`: a [`ChunkSource`] can be read, a
+//! [`ChunkSink`] can be written and committed. It knows the caller's memory only through a
+//! [`Device`], and never waits for the caller.
+//!
+//! The files: `load/` and `store/` (each with its bookkeeping in `state`, its steps in `run`, and
+//! what comes next in `pump`), `prefetch`, `groups` (extents that move together), `order` (fences
+//! of each layer), `cause` (why chunks were missed or shed), `stats`.
 //!
 //! Invariants:
-//! - No byte is reported as loaded before its extent's CRC has been compared with the slot's
-//!   header.
+//! - No byte counts in a load's result before its extent's CRC has been compared with the one
+//!   stored with the chunk. On an accelerator a layer is ready earlier, when its copies are
+//!   submitted: see [`LayerReady`].
 //! - Staging is held from the submission of a read to the end of its scatter, and from a gather to
 //!   the end of its write; never while waiting for the caller. Loads and stores have pools of their
 //!   own.
@@ -57,8 +62,8 @@ pub struct PipelineOptions {
     pub store_pool: Arc<StagingPool>,
     /// Chunks kept in memory.
     pub memory: Option<Arc<MemoryTier>>,
-    /// Where staging is not the host's: the copies between it and `memory`, and staging for what comes
-    /// from there, so that it never waits for a drive.
+    /// Where staging is not the host's: the copies between it and `memory`, and staging for what
+    /// comes from there, so that it never waits for a drive.
     pub hits: Option<(Arc<dyn Mover>, Arc<StagingPool>)>,
     /// Extents of one chunk are read and written together up to this many bytes, where layers
     /// matter.

@@ -50,8 +50,8 @@ impl RemoteBucket {
     /// are looked for in.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for an address that leads nowhere, and settings in the environment that
-    /// contradict each other.
+    /// [`ErrorKind::Config`] for an address that leads nowhere, and settings in the environment
+    /// that contradict each other.
     pub(super) fn open(url: &str, env: &[(String, String)], timeout: Duration) -> Result<Self> {
         let bad = |e: Box<dyn std::error::Error + Send + Sync>| {
             Error::new(ErrorKind::Config, "remote_url does not lead to a store")

@@ -2,8 +2,8 @@
 //! prompt in order, as ordinary puts.
 //!
 //! A put begins before its object is read, so that it ends like any other where the chunk, its
-//! tenant or everything is removed meanwhile. Its parts are written as they come, and it is published
-//! once all of them have proved right.
+//! tenant or everything is removed meanwhile. Its parts are written as they come, and it is
+//! published once all of them have proved right.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -90,8 +90,8 @@ impl Fetch {
         self.state.progress.lock().stopped.map(RemoteCause::as_str)
     }
 
-    /// Chunks that it has brought, when it began and when it ended, where that says something of the
-    /// store: where none came in time, one counts as if it had come then.
+    /// Chunks that it has brought, when it began and when it ended, where that says something of
+    /// the store: where none came in time, one counts as if it had come then.
     #[must_use]
     pub fn measured(&self) -> Option<(usize, Range<Instant>)> {
         let progress = self.state.progress.lock();

@@ -1,5 +1,6 @@
 //! What is known of the remote store without asking it: a bounded memory of answers, each of which
-//! counts for a while. Where somebody asks, what answers have changed is told on.
+//! counts for a while. Changes of answers are listed for KV events, from the first request for
+//! them on.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -94,8 +95,9 @@ impl KnownObjects {
         self.changed(gone.young.into_keys().chain(gone.old.into_keys()).map(|key| (key, false)));
     }
 
-    /// Takes up to `most` changes, keys of objects that have come (`true`) or are not there, and begins to
-    /// keep them where nobody has asked before. Those that nobody takes for long are forgotten.
+    /// Takes up to `most` changes, keys of objects that have come (`true`) or are not there, and
+    /// begins to keep them where nobody has asked before. Those that nobody takes for long are
+    /// forgotten.
     pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let mut changes = self.changes.lock();
         let changes = changes.get_or_insert_default();

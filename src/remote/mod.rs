@@ -6,17 +6,20 @@
 //! ordinary puts; loads only ever read drives and memory.
 //!
 //! Invariants:
-//! - No load and no lookup waits for the store. A fetch, an upload or a deletion that the store does
-//!   not answer ends at its time-out, and a store that keeps failing is left alone for a while.
+//! - No load and no lookup waits for the store. A fetch, an upload or a deletion that the store
+//!   does not answer ends at its time-out, and a store that keeps failing is left alone for a
+//!   while.
 //! - Nothing fetched is published before its header fits what was asked for and every extent has
 //!   its CRC.
 //! - Memory and queues are bounded; what does not fit is shed and counted.
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!
-//! Everything runs on a few threads of its own. The files: `bucket` (requests), `breaker`, `known`
-//! (answers kept for a while), `object` (what is in an object), `upload`, `fetch`, `restore` (all
-//! that is there, without a prompt), `transfer` (the log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no tokens.
+//! Everything runs on a few threads of its own. The files: `bucket` (requests), `breaker` (when a
+//! failing store is left alone), `known` (answers kept for a while), `object` (what is in an
+//! object), `upload`, `fetch`, `restore` (all that is there, without a prompt), `transfer` (the
+//! log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no
+//! tokens.
 
 use std::fmt;
 use std::sync::Arc;
@@ -244,8 +247,9 @@ impl Remote {
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 
-    /// Deletes the objects of `keys`, and of `others`, of which nobody is told. What is being uploaded
-    /// is deleted too, once its chunk has left the drive.
+    /// Deletes the objects of `keys` and of `others`. Only those of `keys` are listed by
+    /// [`take_changes`](Self::take_changes). What is being uploaded is deleted too, once its chunk
+    /// has left the drive.
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there.
@@ -312,8 +316,9 @@ impl Remote {
         }
     }
 
-    /// Up to `most` chunks that the store has got (`true`) or does not have any more, as far as this
-    /// process has learned of it since the first call; a bounded number of them waits to be taken.
+    /// Up to `most` chunks that the store has got (`true`) or does not have any more, as far as
+    /// this process has learned of it since the first call; a bounded number of them waits to be
+    /// taken.
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         self.shared.known.take_changes(most)

@@ -91,8 +91,8 @@ pub(super) fn cuts(layout: &SlotLayout, step: u64) -> impl Iterator<Item = (u64,
 /// CRCs of the parts of extents that a piece holds, by layer.
 pub(super) type PieceCrcs = Vec<(usize, Hasher)>;
 
-/// Adds the CRCs of a piece that begins at `at` within the slot, where the one before ends. Padding,
-/// which has no CRC and is zero on a drive, is cleared.
+/// Adds the CRCs of a piece that begins at `at` within the slot, where the one before ends.
+/// Padding, which has no CRC and is zero on a drive, is cleared.
 pub(super) fn check_piece(layout: &SlotLayout, at: u64, piece: &mut [u8], crcs: &mut PieceCrcs) {
     let len = piece.len() as u64;
     let within = |from: u64, to: u64| {

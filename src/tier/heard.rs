@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use super::message::MOST_IDS;
 use crate::key::ChunkKey;
 
-/// Chunks that wait to be told: when there are more, the other process is not asked.
+/// Changes that wait to be taken: when there are more, the other process is not asked.
 const MOST_PENDING: usize = 1 << 16;
 
 /// Chunks in another process's frames.
@@ -66,7 +66,7 @@ impl Heard {
         }
     }
 
-    /// Up to `most` chunks that have come (`true`) or gone since they were last told.
+    /// Takes up to `most` chunks that have come (`true`) or gone (`false`) since the last call.
     pub(super) fn take(&mut self, most: usize) -> Vec<(ChunkKey, bool)> {
         let told: Vec<ChunkKey> = self.pending.iter().take(most).copied().collect();
         for key in &told {

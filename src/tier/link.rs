@@ -52,8 +52,8 @@ struct LentFrame {
 }
 
 impl FrameLink {
-    /// Connects to the process that has the frames of a directory; `pins` where they are to be pinned
-    /// for an accelerator.
+    /// Connects to the process that has the frames of a directory; `pins` where they are to be
+    /// pinned for an accelerator.
     ///
     /// # Errors
     /// `Busy` where it does not listen yet; `Unsupported` where its frames are others; what the

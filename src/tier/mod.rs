@@ -1,23 +1,26 @@
 //! The memory tier: chunks that were loaded or stored lately, kept in host memory above the drives.
 //!
-//! The tier is inclusive: what it has, a drive has too, and it answers only for a chunk that a
-//! lookup has just found there, with the same sequence. So what was removed, has expired or lies
-//! below a floor is not served from memory either, and nothing here has to be told of it.
+//! The tier is inclusive: what it has, a drive has too, and it is asked only for a chunk that a
+//! lookup has just found there, by key and sequence. So what was removed, has expired or lies below
+//! a floor is not served from memory either, without any notice to this room.
 //!
 //! A frame holds the extents of one chunk, each where it lies in the chunk's slot. Loads read into
 //! it, and stores gather into it, instead of into staging: nothing is copied to fill the tier. A
 //! prefetch reads into frames for loads to come. A frame is served once all its extents have
 //! verified, or were written and published. Whoever takes bytes out of it takes their CRCs again.
 //!
-//! The processes that share a shard have one copy: one of them has the `frames`, and the
-//! others use them through a `link`.
+//! The processes that share a shard have one copy: one of them has the `frames`, and the others use
+//! them through a `link`. The other files: `share` (which of the two this process does), `owner`
+//! (lends frames), `message` (what they send each other), `ranked` (which frame goes next), `heard`
+//! (what a borrower knows of the frames), `pin` (for an accelerator), `steps` (where tests take
+//! turns), `simulated`.
 //!
 //! Invariants:
 //! - A frame is in use, and not given to another chunk, as long as anybody has a [`Hit`], a
 //!   [`Filling`] or a buffer of it, in whatever process.
 //! - What is held is at most the bytes of the settings.
 //! - Nothing here does I/O to a drive. Only a process that uses another's frames waits, for that
-//!   one's answer and not for long.
+//!   process's answer and for a bounded time.
 //!
 //! This room knows no drives, no paged memory and no tokens.
 
@@ -61,7 +64,8 @@ pub struct FrameId {
 /// Counters of the tier; those of events only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
-    /// Bytes that it may hold; 0 where there is no tier, and where the frames are another process's.
+    /// Bytes that it may hold; 0 where there is no tier, and where the frames are another
+    /// process's.
     pub bytes: u64,
     /// Of these, bytes of frames that hold a chunk or are being filled.
     pub used_bytes: u64,
@@ -73,15 +77,15 @@ pub struct MemoryStats {
     pub loaded_bytes: u64,
     /// Chunks that came into it from loads, stores and prefetches.
     pub filled: u64,
-    /// Chunks that went to make room.
+    /// Chunks that were evicted for others.
     pub evicted: u64,
-    /// Chunks that no longer had their CRC, and were read from the drive.
+    /// Chunks that failed their CRC in memory, and were read from the drive.
     pub damaged: u64,
     /// The frames are those of another process.
     pub is_attached: bool,
 }
 
-/// Where a frame that is being filled comes from, and where hits come from.
+/// The memory tier of one process: frames of its own, or a link to those of another process.
 pub struct MemoryTier {
     share: Arc<Share>,
     sharing: Mutex<Option<Sharing>>,
@@ -170,7 +174,7 @@ impl MemoryTier {
         Ok(())
     }
 
-    /// Has no frames any more; another process may have them from now on. What is in use stays.
+    /// Gives the frames up: another process may become their owner. Frames in use stay valid.
     pub fn close(&self) {
         self.share.end();
         let sharing = self.sharing.lock().take();
@@ -263,9 +267,9 @@ impl MemoryTier {
         }
     }
 
-    /// Up to `most` chunks that have come into memory (`true`) and left it since the last call, in
-    /// order, the first time with what is there; a bounded number of them waits to be taken. What
-    /// the frames of another process have in them is told a while later, from the first call on.
+    /// Takes up to `most` chunks that have come into memory (`true`) or left it (`false`) since the
+    /// last call, in order; the first call begins with what is there. A bounded number is kept.
+    /// Changes in another process's frames come somewhat later, from the first call on.
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let place = self.share.place();

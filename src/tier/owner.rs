@@ -4,9 +4,9 @@
 //! - A frame that another process fills or reads is one that this process does not give away: it
 //!   keeps a [`FrameFill`] or a [`Frame`] for it, until it is given back or the process is gone.
 //! - The frames go with the process. Who has the lock next makes new ones.
-//! - Nothing that another process says makes this one wait or panic. Who says nonsense, or cannot
-//!   be told something, is not talked to any more. It may live and use frames: they come back when
-//!   its own end of the connection is closed.
+//! - No message of another process makes this one wait or panic. A process that sends an invalid
+//!   message, or that cannot be sent one, gets no further answers. It may live on and use its
+//!   frames: they come back when it closes its end of the connection.
 
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};

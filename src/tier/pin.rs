@@ -1,5 +1,5 @@
-//! Pins the frames for an accelerator, piece by piece and beside everything else: for a large memory
-//! it takes a minute. Copies of what is not pinned yet are only slower.
+//! Pins the frames for an accelerator, piece by piece and beside everything else: for a large
+//! memory it takes a minute. Copies of what is not pinned yet are only slower.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

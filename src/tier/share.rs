@@ -119,7 +119,7 @@ impl Share {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Takes the lock of the directory, or connects to who has it.
+    /// Takes the lock of the directory, or connects to the process that has it.
     fn join(&self, dir: &Path) -> Result<Joined> {
         let make = || {
             let frames = Frames::shared(&self.options, &self.evicted)?;

@@ -1,6 +1,6 @@
-//! Processes that share frames, in one thread: a seed decides what happens next. The process that has
-//! the frames runs the real code from a message on; the others are what they may do at most: they
-//! ask, fill, read, give up and die, each message on its way for as long as the seed wants.
+//! Processes that share frames, in one thread: a seed decides what happens next. The process that
+//! has the frames runs the real code from a message on; the others are what they may do at most:
+//! they ask, fill, read, give up and die, each message on its way for as long as the seed wants.
 //!
 //! What is checked after each step: whoever may read a frame finds the bytes of the chunk that was
 //! asked for, all of them; nobody else is given a frame that somebody fills.

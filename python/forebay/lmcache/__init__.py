@@ -1,4 +1,4 @@
-"""LMCache's doors: the classes that LMCache's server makes from the JSON line of `--l2-adapter` (docs/lmcache.md).
+"""Forebay for LMCache: the classes that LMCache's server makes from the JSON line of `--l2-adapter` (docs/lmcache.md).
 
 `Adapter` is for `"type": "plugin"`, `Connector` for `"type": "native_plugin"`. Both store the same values under the same keys, so that servers
 with either of them share a cache.

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("forebay.lmcache")
 
-#: The longest that a lookup keeps values from eviction. LMCache unlocks after the load, much sooner;
-#: a server that was killed never does.
+#: The longest that a lookup keeps values from eviction, in seconds. LMCache unlocks after the load,
+#: much sooner; a server that was killed never does.
 PIN_S = 60.0
-#: How long what was evicted may wait until LMCache is told.
+#: How long an eviction may wait until LMCache is told, in milliseconds.
 TELL_MS = 1000
 
 
@@ -107,7 +107,7 @@ class Adapter(L2AdapterInterface):
         return done
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]) -> int:
-        """Which values are stored. Each that is stays until it is unlocked; one that cannot be kept is a no."""
+        """Which values are stored. Each of them is kept until it is unlocked, for `PIN_S` at most; one that cannot be kept is a no."""
         found = self._store.pin([name(key) for key in keys], PIN_S)
         with self._lock:
             self._lookups += 1
@@ -122,7 +122,7 @@ class Adapter(L2AdapterInterface):
             return self._done["lookup"].pop(task_id, None)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Takes back one lock of each key."""
+        """Releases one lock of each key."""
         self._store.unpin([name(key) for key in keys])
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
@@ -257,7 +257,7 @@ def encoded(text: bytes) -> EncodedObjectKey | None:
 
 
 def bitmap(answers: list[bool], length: int | None = None) -> Bitmap:
-    """LMCache's form of answers; what there is no answer for is a no."""
+    """Answers as LMCache's `Bitmap`; a key without an answer is a no."""
     made = Bitmap(len(answers) if length is None else length)
     for place, yes in enumerate(answers):
         if yes:

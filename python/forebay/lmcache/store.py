@@ -1,4 +1,4 @@
-"""The object store that both of LMCache's doors use."""
+"""The object store that `Adapter` and `Connector` use."""
 
 from __future__ import annotations
 

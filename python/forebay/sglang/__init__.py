@@ -1,4 +1,4 @@
-"""SGLang's doors: `HiCache` keeps on local NVMe what falls out of SGLang's host memory, and `Linker` moves KV between NVMe and GPU
+"""Forebay for SGLang: `HiCache` keeps on local NVMe what falls out of SGLang's host memory, and `Linker` moves KV between NVMe and GPU
 memory without it (docs/sglang.md).
 
 Importing this package imports neither SGLang nor torch; the classes are resolved on first use. `python -m forebay.sglang` prints the

@@ -234,7 +234,7 @@ class Linker(UnifiedCacheLinker):
         return batch.index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Whether all of a batch is in place, when nothing of it moves any more."""
+        """Waits until nothing of a batch moves any more; whether all of it is in place."""
         batch = self._batches.pop(counter_index, None)
         if batch is None:
             return True
@@ -331,7 +331,7 @@ class Linker(UnifiedCacheLinker):
     # The rest.
 
     def reset(self) -> None:
-        """Lets everything end and forgets all promises. What is stored stays."""
+        """Waits for loads and offloads under way and forgets all promises. What is stored stays."""
         self._pending.clear()
         self._promises.clear()
         self._loader.idle()
@@ -344,7 +344,7 @@ class Linker(UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def close(self) -> None:
-        """Lets everything end, makes it durable, closes."""
+        """Waits for loads and offloads under way, makes stored pages durable, closes."""
         if self._loader.is_closed:
             return
         self._pending.clear()
@@ -397,13 +397,13 @@ class _Order:
         self._indices = torch.cuda.Stream(device) if self._is_on_gpu else None
 
     def now(self) -> list[Any]:
-        """What SGLang has submitted until now: to the scheduler's stream, and to the one on which the model runs."""
+        """Events after what SGLang has submitted so far, to the scheduler's stream and to the one on which the model runs."""
         if not self._is_on_gpu:
             return []
         return [stream.record_event() for stream in (torch.cuda.current_stream(), self._forward) if stream is not None]
 
     def after(self, events: list[Any]) -> Any:
-        """A stream that waits for all of it; slots may still be in use by earlier work."""
+        """A stream that waits for these events; slots may still be in use by earlier work."""
         for event in events:
             self._copies.wait_event(event)
         return self._copies
@@ -417,7 +417,7 @@ class _Order:
             return indices.cpu()
 
     def landed(self) -> None:
-        """Waits until what was ordered after the copies' stream is in place."""
+        """Waits until the copies submitted so far are in place."""
         if self._is_on_gpu:
             self._copies.synchronize()
 

@@ -15,7 +15,7 @@ EVERY_S = 60.0
 
 
 class Quiet:
-    """Logs for one door. Usable from any thread."""
+    """Logs for one of the adapter classes. Usable from any thread."""
 
     def __init__(self, logger: logging.Logger) -> None:
         """Writes to `logger`."""

@@ -174,7 +174,7 @@ class HiCache(HiCacheStorage):
         return self._quiet.guarded("removed", remove, False)
 
     def close(self) -> None:
-        """Lets batches end, makes what was stored durable, closes."""
+        """Waits for batches under way, makes stored pages durable, closes."""
         self._quiet.guarded("closed", lambda: self._store.close(CLOSE_TIMEOUT_MS), None)
 
     def get_stats(self) -> Any:

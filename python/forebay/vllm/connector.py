@@ -97,7 +97,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's calls.
 
     def on_new_request(self, request: Request) -> None:
-        """Hashes the prompt."""
+        """A new request: its prompt is hashed, or its blend planned."""
         assert self._scheduler is not None
         self._scheduler.on_new_request(request)
 
@@ -148,7 +148,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         return () if self._scheduler is None else self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        """After new weights: nothing stored so far is offered again."""
+        """After new weights: nothing is loaded or stored any more until the server starts again."""
         return None if self._scheduler is None else self._scheduler.reset_cache()
 
     # The workers' calls.

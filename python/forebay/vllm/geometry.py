@@ -1,8 +1,9 @@
 """What vLLM's configuration says about the KV: the engine's `Geometry`, and its tensors as blocks of bytes.
 
-A worker computes the geometry from the configuration alone, before a tensor exists, and tells the scheduler's half, which looks up in
-that very namespace: vLLM's scheduler knows neither the layers of other pipeline stages nor those whose specs differ within a group. A
-block of a layer is stored as the bytes that it is: attention backends order them as they like (the CPU's keeps K and V in
+A worker computes the geometry from the configuration and from how its tensors lay out a block. It
+tells the scheduler's half, which looks up in the same namespace: vLLM's scheduler knows neither the
+layers of other pipeline stages nor those whose specs differ within a group. A block of a layer is
+stored byte for byte. Attention backends order the bytes as they like (the CPU's keeps K and V in
 halves of each head), so the backend, the layout and vLLM's version are part of the identity.
 """
 
@@ -162,7 +163,7 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
         model=vllm_config.model_config.model,
         # Bytes to the engine, but for its codec; what is in them is part of the fingerprint.
         dtype="bfloat16" if identity.kv_dtype(vllm_config) == "bfloat16" else "uint8",
-        # The settings' own is added by the engine.
+        # The settings' `fingerprint` is added by the engine.
         fingerprint=identity.fingerprint(vllm_config, ""),
         layer_specs=[_spec(layer, of) for layer, of in zip(kv.layers, blocks, strict=True)],
         tp=tp,

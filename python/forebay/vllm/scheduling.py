@@ -274,7 +274,7 @@ class SchedulerHalf:
         return {f"scheduler_{name}": value for name, value in self._side.stats().items()}
 
     def get_kv_connector_stats(self) -> dict[str, int]:
-        """What they grew by since the last call."""
+        """What the counters grew by since the last call."""
         blends = {} if self._planner is None else self._planner.counts()
         return blends | {f"scheduler_{name}": value for name, value in self._side.get_kv_connector_stats().items()}
 

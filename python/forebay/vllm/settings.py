@@ -30,7 +30,7 @@ class Settings:
     """The settings in effect, read once in each process."""
 
     engine: dict[str, Any]
-    """What the engine and the state machines get: keys that are not what this process's environment says alone."""
+    """What the engine and the state machines get: the keys whose values differ from those that the environment alone gives."""
     resolved: dict[str, Any]
     """All of them."""
     load_limit: LoadLimit | None = None

@@ -17,7 +17,7 @@ class ForebayStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> ForebayStats:
-        """Sums."""
+        """Adds the counters of another report."""
         keys = set(self.data) | set(other.data)
         return ForebayStats({key: self.data.get(key, 0) + other.data.get(key, 0) for key in keys})
 

@@ -145,7 +145,7 @@ class ForebayTier(SecondaryTierManager):
             )
 
     def shutdown(self) -> None:
-        """Lets what is on its way be stored, and closes."""
+        """Waits for blocks on their way to the drive, and closes."""
         if not self._is_shut:
             self._is_shut = True
             self._transfers.close(CLOSE_TIMEOUT_MS)

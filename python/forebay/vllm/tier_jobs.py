@@ -6,7 +6,7 @@ in `poll`, so a job moves on at most once per call. No vLLM in here.
 Invariants:
 - A row is read or written only between the submit of its job and that job's outcome.
 - A key whose load failed is a miss to every request that had asked for it, until it is stored again: vLLM would try for ever.
-- A stored block that is there already is not written again.
+- A block that the store has already is not written again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import forebay
 
 logger = logging.getLogger("vllm.forebay")
 
-#: Blocks of a batch that a store may give up on before the whole batch is cancelled, in `drain`.
+#: Seconds after which `drain` cancels the batches that have not ended.
 DRAIN_PATIENCE_S = 60.0
-#: Causes that are no failure worth a line in the log: the cache may drop any object.
+#: Causes that are not logged: a cache may drop any object, so a miss is no failure.
 QUIET_CAUSES = frozenset({"not_found", None})
 
 
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def success(self) -> bool:
-        """Whether that is all of them."""
+        """Whether all keys succeeded."""
         return len(self.succeeded) == len(self.keys)
 
 
@@ -131,7 +131,7 @@ class Transfers:
     def __init__(
         self, store: forebay.ObjectStore, rows: Rows, load_timeout_ms: int, read_only: bool, dtype: str | None = None
     ) -> None:
-        """Of an open store, which it closes; `dtype` is that of the rows' numbers."""
+        """Over an open store, which `close` closes; `dtype` is the element type of the rows."""
         self.lookups = Lookups()
         self._store, self._rows, self._dtype = store, rows, dtype
         self._timeout_s, self._read_only = load_timeout_ms / 1000, read_only

@@ -30,10 +30,10 @@ class _Load:
 
 
 class Unverified:
-    """Those of one scheduler."""
+    """The unverified loads of one scheduler."""
 
     def __init__(self) -> None:
-        """None."""
+        """No loads yet."""
         self._loads: list[_Load] = []
         self._pool: BlockPool | None = None
 

@@ -1,6 +1,6 @@
 """The half of the connector that lives in vLLM's workers: starts loads and stores, and says when they are over.
 
-It never waits for a drive inside a step, except layer by layer where that was asked for.
+It never waits for a drive inside a step, except with `use_layerwise`, or with `enable_async_loading` off.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class WorkerHalf:
         return {} if self._side is None else self._side.stats()
 
     def get_kv_connector_stats(self) -> dict[str, int]:
-        """What they grew by since the last call."""
+        """What the counters grew by since the last call."""
         blends = {} if self._blends is None else self._blends.counts()
         return blends if self._side is None else blends | self._side.get_kv_connector_stats()
 

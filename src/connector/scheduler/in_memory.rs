@@ -1,7 +1,7 @@
 //! What the workers have in their memory, as they say: how fast a load is depends on it.
 //!
-//! Invariants: it only predicts. What is loaded is what a drive has, wherever it comes from. What is
-//! kept is bounded: about what the workers have in memory.
+//! Invariants: it only predicts. What is loaded is what a drive has, wherever it comes from. What
+//! is kept is bounded: about what the workers have in memory.
 
 use std::collections::{BTreeMap, HashSet};
 

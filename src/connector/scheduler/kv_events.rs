@@ -54,7 +54,7 @@ pub struct KvEvents {
 /// Who has uploaded a chunk.
 #[derive(Debug, Default)]
 struct RemoteCopies {
-    /// Empty once it was told.
+    /// Empty once the chunk was announced.
     ranks: HashSet<u32>,
     is_told: bool,
 }
@@ -187,7 +187,8 @@ impl EventLog {
         }
     }
 
-    /// A rank's part of a chunk is gone. What others have uploaded since it was told stays.
+    /// A rank's part of a chunk is gone. Parts that others have uploaded since the chunk was
+    /// announced stay.
     fn part_gone(&mut self, rank: u32, key: ChunkKey) {
         match self.remote.map.get_mut(&key) {
             Some(copies) if !copies.is_told => {

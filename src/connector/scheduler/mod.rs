@@ -1,10 +1,14 @@
 //! The scheduler's side: it knows every request's tokens and blocks, and says what the workers load
 //! and store in each step.
 //!
-//! Invariants: it opens no device, does no I/O and waits for nothing; what it holds for a request
-//! goes when the server says that the request is finished, and at the latest when its blocks are
-//! reported as sent. A request that it does not know costs nothing and is never an error: servers
-//! ask about requests that were added before the connector wanted them.
+//! Invariants: it opens no device, does no I/O and waits for nothing, its [`PrefixLookup`] apart.
+//! What it holds for a request goes when the server says that the request is finished, and at the
+//! latest when its blocks are reported as sent. A request that it does not know costs nothing and
+//! is never an error: servers ask about requests that were added before the connector wanted them.
+//!
+//! The files: `tracker` (one request), `loads` (from a lookup to a load), `saves`, `finish`
+//! (requests that end), `prefetches`, `in_memory` (what workers have in memory), `rates` (loading
+//! against computing), `kv_events`.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -182,9 +186,9 @@ pub struct SchedulerStats {
     pub stalling: u64,
     /// Ranks whose cache the scheduler cannot see, and asks about.
     pub unseen_ranks: usize,
-    /// Questions to them.
+    /// Questions to those ranks.
     pub questions: u64,
-    /// Answers that asked the server to wait until they have said what they have.
+    /// Answers that asked the server to wait until those ranks have answered.
     pub asking: u64,
     /// Prefetches ordered for requests that wait.
     pub prefetches: u64,
@@ -341,7 +345,7 @@ impl Scheduler {
     }
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that
-    /// resets its caches.
+    /// resets its caches. Always true, for servers that want to know whether it was done.
     pub fn reset_cache(&mut self) -> bool {
         for (req_id, tracker) in &mut self.requests {
             tracker.forget_stored();

@@ -1,9 +1,9 @@
 //! Prefetches for requests that wait: what of them is stored is on its way into the workers' memory
 //! before the server has room for them.
 //!
-//! Invariants: a request is ordered once, in the order of arrival, and only while it waits; the
-//! workers are told when one that was ordered begins without a load. Its load, and its end, they
-//! see themselves.
+//! Invariants: a prefetch is ordered once for a request, in the order of arrival, and only while
+//! the request waits. When the request begins without a load, a step's `unwanted` names it to the
+//! workers; its load and its end they see by themselves.
 
 use std::collections::{HashSet, VecDeque};
 

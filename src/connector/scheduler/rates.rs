@@ -3,8 +3,8 @@
 //! have a rate each.
 //!
 //! Computing is measured here and not by the workers: on an accelerator they see launches only. A
-//! step begins when it is scheduled, or when the output of the one before has come if that is later,
-//! and ends when its own output comes.
+//! step begins when it is scheduled, or when the output of the one before has come if that is
+//! later, and ends when its own output comes.
 //!
 //! Invariants: nothing is refused before enough was measured of both, one strange measurement
 //! decides nothing, and what is refused is tried again now and then.
@@ -57,7 +57,8 @@ impl MeasuredRate {
 pub(in crate::connector) struct Refusals(u64);
 
 impl Refusals {
-    /// Whether what brings `rate` tokens per second is refused where `computing` is as fast as that.
+    /// Whether what brings `rate` tokens per second is refused where `computing` is as fast as
+    /// that.
     pub(in crate::connector) fn refuses(&mut self, rate: Option<f64>, computing: Option<f64>) -> bool {
         matches!((rate, computing), (Some(rate), Some(computing)) if rate < computing) && self.refuses_next()
     }
@@ -127,7 +128,8 @@ impl Rates {
         self.drives.add(report.loaded_tokens as f64, report.load_s - beside_s);
     }
 
-    /// Tokens that the server computes in a second, where that is known well enough to refuse loads.
+    /// Tokens that the server computes in a second, where that is known well enough to refuse
+    /// loads.
     pub(super) fn computing(&self) -> Option<f64> {
         self.set.or_else(|| self.computing.settled())
     }

@@ -2,8 +2,9 @@
 //! engine and one paged KV cache, and says when they are over.
 //!
 //! Invariants: no call waits for a drive, but for [`Worker::wait_for_layer_load`], which is there
-//! to wait, and [`Worker::shutdown`]. Blocks are read only while a request is known and not
-//! reported as sent; nothing computed in a step whose load failed is stored.
+//! to wait, [`Worker::shutdown`] and, with `enable_async_loading` off, [`Worker::start_load_kv`].
+//! Blocks are read only while a request is known and not reported as sent; nothing computed in a
+//! step whose load failed is stored.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -138,8 +139,8 @@ pub struct Worker {
     received: Vec<String>,
     failed_blocks: HashSet<u32>,
     failed_requests: HashSet<String>,
-    /// What was answered to the scheduler is kept from eviction until it is loaded, or for the
-    /// time-out of loads.
+    /// Leases on what was answered to the scheduler, until it is loaded, for at most the time-out
+    /// of loads.
     pins: HashMap<String, Lookup>,
     /// What is read ahead, or was, for requests that wait.
     prefetches: HashMap<String, Prefetch>,
@@ -147,7 +148,7 @@ pub struct Worker {
     /// When loads were under way that read a drive, and when others were.
     busy: BusyTime,
     busy_memory: BusyTime,
-    /// The last step that the scheduler was told of.
+    /// The last [`WorkerMeta::loaded_step`] that was reported.
     told_step: u64,
     /// What the scheduler has not acknowledged yet.
     identity: Option<WorkerIdentity>,
@@ -198,7 +199,7 @@ impl Worker {
     }
 
     /// Begins a step: starts its loads, and remembers its stores. `stream` is the one whose kernels
-    /// use the memory. Never waits for a drive.
+    /// use the memory. Never waits for a drive, unless the setting `enable_async_loading` is off.
     pub fn start_load_kv(&mut self, meta: StepMeta, stream: Option<Stream>) {
         self.handle_preemptions(&meta);
         self.step = self.step.max(meta.step);

@@ -2,8 +2,8 @@
 //! that the server uses.
 //!
 //! Invariants:
-//! - Nothing waits for the whole GPU or context; the caller's thread never waits for the GPU at
-//!   all.
+//! - Nothing waits for the whole GPU or context. A thread that submits a load or store never waits
+//!   for the GPU at all; calls that return finished work (`turn_keys`, copies for tools) do.
 //! - The server's memory and streams are borrowed: never freed, never held up but by fences that
 //!   the server asks for.
 //! - What the GPU uses (staging, descriptors, events, gates) is held until an event, or the end of
@@ -11,6 +11,12 @@
 //! - A forked child touches nothing of it, and gets errors.
 //! - No panic where the driver, a function of it, or a GPU is missing: `driver.rs` looks before
 //!   cudarc does.
+//!
+//! A job's way: `executor` (queue and threads), `submit` (jobs to a launch), `batch`, `tables` and
+//! `plane` (what the kernels read), `slot`, `kernels`, `complete`, `crc`; `coded` for extents with
+//! a codec. `turn` and `rope` rotate keys. `mover` and `pinned` copy between the GPU's memory and
+//! the host's; `memory` and `pool` allocate. Below them: `context`, `streams`, `events`, `threads`,
+//! `driver`, `info`.
 
 use std::fmt;
 use std::sync::Arc;

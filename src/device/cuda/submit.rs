@@ -2,8 +2,8 @@
 //! rest is one batch.
 //!
 //! The order in the stream is: wait for the fences, set staging to zero where a job wants that,
-//! upload the descriptors, launch the kernels, record the event. A fence is given out only after its event was
-//! recorded, since waiting for an event that never was is no wait at all.
+//! upload the descriptors, launch the kernels, record the event. A fence is given out only after
+//! its event was recorded, since waiting for an event that never was is no wait at all.
 #![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the pending holds")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,8 +1,11 @@
 //! The host device: worker threads that copy between staging and KV in host memory.
 //!
-//! Jobs run in the order of their arrival, scatters (someone's attention waits) before gathers, but
-//! one gate in [`GATHER_TURN`] picks goes to a waiting gather, so that a server that never stops
-//! loading still stores. A job that panics is reported as failed and the worker goes on.
+//! Jobs run in the order of their arrival, scatters (someone's attention waits) before gathers. But
+//! one pick in [`GATHER_TURN`] goes to a waiting gather, so that a server that never stops loading
+//! still stores. A job that panics is reported as failed and the worker goes on.
+//!
+//! The files: `scatter` and `gather` (the two jobs), `grids` and `copy` (tokens of a plane as
+//! copies), `crc`, `exp4/` (the codec).
 //!
 //! Must not: touch paged memory outside a job's gate, call `done` with a lock or a guard held.
 

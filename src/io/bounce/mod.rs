@@ -9,6 +9,9 @@
 //! accelerator's memory back and the pinned piece stays behind; a piece that is being copied keeps
 //! both. The only thread here is a watchdog, which sleeps without a timer while nothing is in
 //! flight.
+//!
+//! The files: `part` (one piece's way), `memory` (the pinned memory, lent piece by piece), `arena`
+//! (which parts of it are in use).
 
 mod arena;
 mod memory;

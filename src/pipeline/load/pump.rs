@@ -340,8 +340,8 @@ impl LoadPump {
         }
     }
 
-    /// The next read: its load, the memory that it goes to, and where that is not staging, the staging
-    /// that its bytes are copied to.
+    /// The next read: its load, the memory that it goes to, and where that is not staging, the
+    /// staging that its bytes are copied to.
     fn next(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf, Option<Buf>)> {
         loop {
             let mut turns = self.turns.lock();

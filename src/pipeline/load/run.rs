@@ -21,8 +21,8 @@ use crate::pipeline::cause::MissCause;
 use crate::pipeline::seam::ChunkSource;
 
 impl LoadInner {
-    /// The read of `step` into `buf`, from where it is copied to `slot` if there is one; `None` where
-    /// the load has let its chunks go.
+    /// The read of `step` into `buf`, from where it is copied to `slot` if there is one; `None`
+    /// where the load has let its chunks go.
     pub(super) fn request(
         self: &Arc<Self>,
         step: &ReadStep,

@@ -254,8 +254,8 @@ impl LoadState {
         None
     }
 
-    /// Of the chunks that something was wanted of, how many were in memory when the load began, and how
-    /// many there are.
+    /// Of the chunks that something was wanted of, how many were in memory when the load began, and
+    /// how many there are.
     pub(super) fn memory_hits(&self) -> (usize, usize) {
         let wanted = || self.chunks.iter().filter(|c| c.wanted.iter().any(|wanted| *wanted));
         (wanted().filter(|c| c.from_memory).count(), wanted().count())

@@ -1,8 +1,8 @@
 //! Stores: the caller's layers gathered into staging, written to slots, committed.
 //!
-//! The caller says which layers are computed; the rest happens on its own. The calls return at
-//! once: what staging, queues or the drive cannot take is shed and counted, unless the caller asked
-//! to wait for staging.
+//! The caller says which layers are computed; the rest happens on its own. Only [`Store::release`]
+//! and the calls named `wait` block. What staging, queues or the drive cannot take is shed and
+//! counted, unless the caller chose [`Backpressure::Wait`].
 
 use std::fmt;
 use std::future::Future;
@@ -63,12 +63,12 @@ impl Default for Backpressure {
     }
 }
 
-/// Layers that are computed when a store begins: all of them.
+/// When all layers of a store are computed, where that is known as it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Computed {
-    /// Now.
+    /// They are computed.
     Now,
-    /// By what was submitted to this stream until now.
+    /// When the work submitted to this stream until now is over.
     On(Stream),
 }
 

@@ -90,7 +90,7 @@ pub(super) struct StoreState {
     order: LayerOrder,
     /// Of all chunks: gathers that the device has but did not submit yet.
     queued: usize,
-    /// The caller was told that layers before it are gathered, or are among the device's work.
+    /// Layers before it were reported to the caller as gathered, or as among the device's work.
     given_back: usize,
     /// Layers before it are all computed.
     ready: usize,

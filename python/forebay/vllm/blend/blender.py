@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.forebay")
 
 #: How far a turned key may be from a fresh one, as a share of the largest fresh one. A float32
-#: rotation is off by 1e-5; in 16 bits the table, the stored
-#: and the turned key are each rounded.
+#: rotation is off by 1e-5; in 16 bits the table, the stored and the turned key are each rounded.
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 6e-2}
 
 
@@ -62,7 +61,7 @@ class Asked:
 
 
 class NotStored(ValueError):
-    """What was computed could not be stored; on some worker at least, and told on all."""
+    """The computed KV could not be stored on some worker; raised on all of them."""
 
 
 @dataclass
@@ -246,7 +245,7 @@ class Blender:
         return self._nested.forward(rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states."""
+        """Logits of these hidden states."""
         return self._nested.logits(hidden)
 
     def _choose(self, asked: Asked, mixed: Mixed, choice: list[tuple[int, int]], holes: list[int]) -> Steps[list[int]]:
@@ -266,10 +265,10 @@ class Blender:
     def _deviating(self, asked: Asked, mixed: Mixed, rows: list[int], holes: list[int]) -> Steps[list[int]]:
         """Those of `rows` that are computed to the last layer.
 
-        Each check layer keeps a share of them at most, and those alone that deviate by its
-        threshold. Between two check layers only those of the first are
-        computed, so those that the second drops keep what they got before it, and their stored KV
-        from it on. A pass begins at layer 0 again: its rows get there what they got before.
+        Each check layer keeps at most its share of them, and only those that deviate by its
+        threshold. Between two check layers only the rows that the first kept are computed. So rows
+        that the second drops have computed KV below it, and their stored KV from it on. Each pass
+        begins at layer 0 again, and gives its rows the same KV there as before.
         """
         chosen = rows
         # All reused rows, not only those that may be chosen: they stand before others.
@@ -394,7 +393,7 @@ def _extra(salt: str) -> dict[str, str]:
 
 
 def running_connector() -> Connector:
-    """That of this process's worker."""
+    """The connector of this process's worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from forebay.vllm.connector import ForebayConnector

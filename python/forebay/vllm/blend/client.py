@@ -47,7 +47,7 @@ class Blended:
     recomputed: int
     """Tokens of reused segments that were computed anew."""
     was_there: bool
-    """The same blend was stored already; nothing was computed, and what is said of segments and tokens is empty."""
+    """The same blend was stored already: nothing was computed, `segments` is empty, `reused` and `recomputed` are 0."""
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -89,11 +89,15 @@ class Blend:
         threshold: float | Sequence[float] = (),
         cache_salt: str | None = None,
     ) -> Blended:
-        """Blends a prompt and stores its beginning, up to the last segment's end, for the request that follows.
+        """Blends a prompt and stores its beginning, up to the block of the last segment's end, for
+        the request that follows.
 
-        `segments` are the `(start, end)` of segments in `tokens`, in ascending order. `select` says which of their tokens are computed
-        anew: a share of `ratio`, or the very positions. `check_layer` is the layer that `deviation` compares; with several, each has its own
-        share. Tokens that deviate there by less than `threshold` of their own size are not computed anew. `cache_salt` is the tenant's own: only requests with it meet this blend.
+        `segments` are the `(start, end)` of segments in `tokens`, in ascending order. `select` says
+        which of their tokens are computed anew: one of `SELECTORS` chooses a share of `ratio`, and
+        a list gives positions in `tokens`. `check_layer` is the layer that `deviation` compares;
+        with several, each has its own share. Tokens that deviate there by less than `threshold` of
+        their own size are not computed anew. `cache_salt` is the tenant's own: only its requests
+        meet this blend. Raises `BlendError` where nothing was stored.
         """
         tokens = [int(token) for token in tokens]
         given = [(int(start), int(end)) for start, end in segments]

@@ -43,7 +43,7 @@ class Job:
     first: int
     """Which of the prompt's blocks is the first to write; vLLM has those before it."""
     blocks: list[int]
-    """The server's blocks for it and those behind it."""
+    """The server's blocks that are written, from number `first` on."""
     stores: bool
     """Segments that are missing are computed and stored first."""
 
@@ -70,11 +70,11 @@ class Live:
         self._counts: Counter[str] = Counter()
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Jobs of a step."""
+        """Queues the jobs of a step."""
         self._waiting.extend(jobs)
 
     def advance(self) -> None:
-        """As much as one step may have."""
+        """Computes as many rows of jobs as one step may have."""
         left = self._most_rows
         while self._under_way is not None or self._waiting:
             if self._under_way is None:

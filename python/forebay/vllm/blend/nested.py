@@ -83,7 +83,7 @@ class Nested:
         return type(of)(of.kv_cache_spec, group.layer_names, config, self.device)
 
     def there(self, made: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host's where the server's KV is; the host does not wait for that."""
+        """A copy of a host tensor on the device of the server's KV; the host does not wait for it."""
         return made if self.device.type == "cpu" else made.pin_memory().to(self.device, non_blocking=True)
 
     def begin(self, tokens: list[int], blocks: int) -> None:
@@ -136,7 +136,7 @@ class Nested:
         return finish(self.steps(rows, seen))
 
     def steps(self, rows: list[int], seen: Seen | None = None) -> Steps[torch.Tensor | None]:
-        """The same in pieces of as many rows as the server takes in one step."""
+        """`forward` in pieces of as many rows as the server takes in one step."""
         import torch
 
         assert all(a < b for a, b in zip(rows, rows[1:])), "rows must ascend"
@@ -205,7 +205,7 @@ class Nested:
         return set_forward_context(of, self._config, num_tokens=len(rows), slot_mapping=dict.fromkeys(of, rows), skip_compiled=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states."""
+        """Logits of these hidden states."""
         return self._model.compute_logits(hidden)  # type: ignore[no-any-return]
 
 

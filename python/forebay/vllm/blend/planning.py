@@ -3,9 +3,9 @@ touches no KV.
 
 A request that names its segments, or asks for those between separators, is planned when it arrives:
 it gets a `cache_salt` of its blend, and vLLM's block hashes are made anew with it. So vLLM's prefix
-cache gives blended blocks to requests with that very salt alone, and the connector neither loads
-nor stores anything for it. When a worker reports that the blend failed, the request gets its own salt back, and is computed, loaded
-and stored like any other.
+cache gives blended blocks to requests with the same salt alone, and the connector neither loads nor
+stores anything for it. When a worker reports that the blend failed, the request gets its own salt
+back, and is computed, loaded and stored like any other.
 
 Invariant: a request whose hashes do not change with its salt is not blended.
 """
@@ -57,7 +57,7 @@ class _Plan:
     tenant: str | None
     """The request's own salt."""
     computed: int = 0
-    """Of the last answer to vLLM: tokens that it has."""
+    """Tokens that vLLM had of it when it last asked."""
 
 
 class _NotSeparated(Exception):

@@ -78,7 +78,7 @@ class Rows:
 
 
 def stream(device: torch.device) -> int | None:
-    """That of this thread, where the device has streams."""
+    """The handle of this thread's current CUDA stream; None on a CPU."""
     import torch
 
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
@@ -88,14 +88,14 @@ class Segments:
     """The stored segments of one model. `anchor` are the tokens that a segment is stored behind."""
 
     def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary]) -> None:
-        """`engine` has the geometry of `geometry`."""
+        """`engine` was opened with a geometry of `geometry`."""
         self._engine, self._of, self._rotary = engine, of, rotary
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
 
     @staticmethod
     def geometry(model: str, fingerprint: str, of: Dimensions, tp: tuple[int, int]) -> Any:
-        """Of K and V as plain planes, under a name that no whole prompt's KV has. `tp` is the worker
-        and how many there are: each has heads of its own."""
+        """The geometry of segments: K and V as plain planes, in a namespace that no prompt's KV
+        has. `tp` is the worker's rank and the number of workers: each has heads of its own."""
         import forebay
 
         return forebay.Geometry(
@@ -111,7 +111,7 @@ class Segments:
         )
 
     def has(self, anchor: list[int], segment: list[int]) -> bool:
-        """Whether all of a segment is stored; also not where the cache cannot say."""
+        """Whether all of a segment is stored; false too where the lookup fails."""
         chain = anchor + segment
         try:
             return bool(self._engine.lookup(chain) == len(chain))
