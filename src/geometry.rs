@@ -238,6 +238,15 @@ impl Geometry {
         self
     }
 
+    /// The same geometry with the setting `fingerprint` as a part of its identity, where it is set.
+    #[must_use]
+    pub(crate) fn with_fingerprint(self, own: Option<&str>) -> Self {
+        match own {
+            None | Some("") => self,
+            Some(own) => self.with_identity("settings", own),
+        }
+    }
+
     /// The same geometry with another chunk size.
     ///
     /// # Errors

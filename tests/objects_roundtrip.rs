@@ -226,6 +226,11 @@ fn namespaces_do_not_meet_and_readers_see_the_writer() {
     let (store, other) = (open(dir.path()), ObjectStore::open_with(other).unwrap());
     assert!(put_one(&store, "k", 1, 100_000).ok);
     assert_eq!(get_one(&other, "k", 100_000), Err(ObjectCause::NotFound));
+    let mut tuned = settings.clone();
+    tuned.fingerprint = Some("a fine-tune".to_owned());
+    let tuned = ObjectStore::open_with(options(&tuned)).unwrap();
+    assert_eq!(get_one(&tuned, "k", 100_000), Err(ObjectCause::NotFound), "another fingerprint is another namespace");
+    drop(tuned);
     let second = open(dir.path());
     assert_eq!(get_one(&second, "k", 100_000), Ok(value("k", 1, 100_000)));
     assert_eq!(put_one(&second, "k", 2, 20 * MIB).len, 0, "another process has stored it");

@@ -419,6 +419,7 @@ class SchedulerSide:
             list[tuple[str, bytes, int, int]],
             list[tuple[str, bytes, int, int]],
             list[bytes],
+            list[tuple[bytes, bool]],
         ]
         | None
     ): ...

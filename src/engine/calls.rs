@@ -221,7 +221,7 @@ impl Engine {
     /// kept. Where another process owns the frames, its changes come somewhat later.
     #[must_use]
     pub fn take_memory_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
-        self.inner.pipeline.memory().map(|tier| tier.take_changes(most)).unwrap_or_default()
+        self.check().ok().and_then(|inner| Some(inner.pipeline.memory()?.take_changes(most))).unwrap_or_default()
     }
 
     /// The keys of a prompt's full chunks, to name them to other programs.

@@ -11,8 +11,8 @@
 //!   error).
 //! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an
 //!   operator's command that failed.
-//! - A forked child gets [`ErrorKind::Forked`] from every call that returns a [`Result`]. When it
-//!   drops the engine, nothing of the parent's is touched.
+//! - A forked child gets [`ErrorKind::Forked`] from every call that returns a [`Result`], and
+//!   nothing from others. When it drops the engine, nothing of the parent's is touched.
 //!
 //! The files: `open` (from settings to staging and an open log), `prompt` and `request` (what
 //! callers hand in), `calls` (lookup, load, store, remove), `plan` (slots to copies), `storing`

@@ -51,11 +51,7 @@ pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geo
     if rounded != settings.chunk_size {
         tracing::warn!(chunk_size = settings.chunk_size, rounded, "chunk_size is rounded up to whole blocks");
     }
-    let geometry = geometry.with_chunk_tokens(rounded)?;
-    Ok(match settings.fingerprint.as_deref() {
-        None | Some("") => geometry,
-        Some(own) => geometry.with_identity("settings", own),
-    })
+    Ok(geometry.with_chunk_tokens(rounded)?.with_fingerprint(settings.fingerprint.as_deref()))
 }
 
 fn lcm(a: u32, b: u32) -> u32 {

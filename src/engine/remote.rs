@@ -45,13 +45,13 @@ impl Engine {
     /// them waits to be taken.
     #[must_use]
     pub fn take_remote_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
-        self.inner.remote.as_ref().map(|remote| remote.take_changes(most)).unwrap_or_default()
+        self.check().ok().and_then(|inner| Some(inner.remote.as_ref()?.take_changes(most))).unwrap_or_default()
     }
 
     /// Other processes have uploaded these chunks: a fetch that has not found them a moment ago
     /// looks for them again.
     pub fn uploaded_by_others(&self, keys: &[ChunkKey]) {
-        self.inner.remote.iter().for_each(|remote| remote.put_by_others(keys));
+        self.check().ok().and_then(|inner| inner.remote.as_ref()).iter().for_each(|remote| remote.put_by_others(keys));
     }
 
     /// Whether there is a remote tier to fetch from.

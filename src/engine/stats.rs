@@ -148,13 +148,13 @@ impl Engine {
     /// [`EngineStats::memory`] alone; cheap enough for every step of a server.
     #[must_use]
     pub fn memory_stats(&self) -> MemoryStats {
-        self.inner.pipeline.memory().map(|tier| tier.stats()).unwrap_or_default()
+        self.check().ok().and_then(|inner| Some(inner.pipeline.memory()?.stats())).unwrap_or_default()
     }
 
     /// [`EngineStats::prefetch`] alone; as cheap.
     #[must_use]
     pub fn prefetch_stats(&self) -> PrefetchStats {
-        self.inner.pipeline.prefetch_stats()
+        self.check().map(|inner| inner.pipeline.prefetch_stats()).unwrap_or_default()
     }
 }
 

@@ -95,7 +95,7 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     settings.require_drives()?;
     let load_pool = pool(&settings, settings.staging, "staging")?;
     let store_pool = pool(&settings, settings.store_staging, "store_staging")?;
-    let geometry = Arc::new(geometry(&options.namespace)?);
+    let geometry = Arc::new(geometry(&options.namespace)?.with_fingerprint(settings.fingerprint.as_deref()));
     let (on_failure, every) = (settings.on_open_failure, options.reopen_every);
     let pools = [Arc::clone(&load_pool), Arc::clone(&store_pool)];
     let registered: Arc<CallerRegions> = Arc::default();
