@@ -1,10 +1,11 @@
 //! Puts and gets of objects: throughput and processor time, through staging, straight from and into
 //! registered memory, and coded. Every byte is checked by the store. Beside them files of the same
-//! values, written and read without the page cache and unchecked.
+//! values, written and read without the page cache and unchecked. Each run has a new folder, and begins
+//! when the drive has done all that came before; a store has put a few other values by then.
 //!
 //! `cargo bench -p forebay --bench objects -- DIR [MIB]`: DIR is a directory on the drive to be
 //! measured, MIB how much is moved in each run. The runs of one size alternate; the median of seven
-//! counts.
+//! counts. The last column is the rate beside the files' of the same round.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement")]
 
 use std::fs::OpenOptions;
@@ -24,6 +25,10 @@ const WAYS: [&str; 3] = ["staged", "direct", "coded"];
 const FILES: &str = "files";
 /// Of files, under way at once.
 const AT_ONCE: usize = 8;
+/// Values that a store puts first.
+const OTHERS: usize = 8;
+/// What a drive may go on with after a sync.
+const REST: Duration = Duration::from_millis(300);
 
 /// Processor seconds of this process, in steps of 10 ms.
 fn cpu_s() -> f64 {
@@ -41,12 +46,16 @@ fn measure(bytes: usize, run: impl FnOnce()) -> (f64, f64) {
     (gib / start.elapsed().as_secs_f64(), (cpu_s() - cpu) / gib)
 }
 
-fn median(mut all: Vec<(f64, f64)>) -> (f64, f64) {
-    let at = all.len() / 2;
-    all.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let rate = all[at].0;
-    all.sort_by(|a, b| a.1.total_cmp(&b.1));
-    (rate, all[at].1)
+fn median(all: impl Iterator<Item = f64>) -> f64 {
+    let mut all: Vec<f64> = all.collect();
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// What was written and freed in `dir` is done with.
+fn settle(dir: &Path) {
+    rustix::fs::syncfs(std::fs::File::open(dir).unwrap()).unwrap();
+    std::thread::sleep(REST);
 }
 
 /// Each value to or from a file of its own, as large as it is.
@@ -75,12 +84,6 @@ fn main() {
     };
     let total = args.next().map_or(512, |mib| mib.parse::<usize>().unwrap()) << 20;
     let dir = tempfile::tempdir_in(dir).unwrap();
-    let mut settings = Settings::at(dir.path());
-    settings.capacity = Capacity::Bytes(8 * total as u64);
-    settings.min_free = MinFree::Bytes(0);
-    settings.allow_any_filesystem = true;
-    settings.codec = Codec::Exp4;
-    let stores: Vec<ObjectStore> = WAYS.iter().map(|name| ObjectStore::open(&settings, name).unwrap()).collect();
     let arena = HostMemory::alloc_zeroed(total).unwrap();
     // bfloat16 numbers of eight exponents.
     let number = |n: u64| {
@@ -92,41 +95,54 @@ fn main() {
     let mut values = AlignedBuf::zeroed(total).unwrap();
     values.copy_from_slice(&numbers);
     drop(numbers);
-    stores[1].register_memory(&arena).unwrap();
-    println!("{:>10} {:>4} {:>8} {:>8} {:>12}", "size", "op", "way", "GiB/s", "CPU s/GiB");
+    let open = |folder: &Path, way: &str| {
+        let mut settings = Settings::at(folder);
+        settings.capacity = Capacity::Bytes(4 * total as u64);
+        settings.min_free = MinFree::Bytes(0);
+        settings.allow_any_filesystem = true;
+        settings.codec = Codec::Exp4;
+        let store = ObjectStore::open(&settings, way).unwrap();
+        if way == "direct" {
+            store.register_memory(&arena).unwrap();
+        }
+        store
+    };
+    println!("{:>10} {:>4} {:>8} {:>8} {:>12} {:>8}", "size", "op", "way", "GiB/s", "CPU s/GiB", "x files");
     for size in [32 << 20, 2 << 20, 256 << 10] {
         let memory = |n: usize| ObjectMemory::new(&arena, n * size, size).unwrap();
-        let keys: Vec<Vec<u8>> = (0..total / size).map(|n| n.to_string().into_bytes()).collect();
         let mut all: [[Vec<(f64, f64)>; WAYS.len() + 1]; 2] = Default::default();
         for _ in 0..RUNS {
-            let folder = tempfile::tempdir_in(&dir).unwrap();
-            for (op, of) in all.iter_mut().enumerate() {
-                of[WAYS.len()].push(measure(total, || files(folder.path(), (&mut values, size), op == 0)));
-                rustix::fs::syncfs(std::fs::File::open(&dir).unwrap()).unwrap();
-            }
-            drop(folder);
-            for (way, store) in stores.iter().enumerate() {
-                store.clear().unwrap();
-                let puts: Vec<_> =
-                    keys.iter().enumerate().map(|(n, key)| ObjectPut { key: key.clone(), value: memory(n) }).collect();
-                all[0][way].push(measure(total, || {
-                    let options = PutOptions { bfloat16: WAYS[way] == "coded", ..PutOptions::default() };
-                    let id = store.submit_put(puts, options).unwrap();
+            for (at, way) in WAYS.iter().enumerate() {
+                let folder = tempfile::tempdir_in(&dir).unwrap();
+                let store = open(folder.path(), way);
+                let put = |kind: &str, count: usize| {
+                    let object = |n| ObjectPut { key: format!("{kind} {n}").into_bytes(), value: memory(n) };
+                    let options = PutOptions { bfloat16: *way == "coded", ..PutOptions::default() };
+                    let id = store.submit_put((0..count).map(object).collect(), options).unwrap();
                     assert!(store.wait(id, LONG).unwrap().all_ok());
-                }));
-                store.flush().unwrap();
-                let gets: Vec<_> =
-                    keys.iter().enumerate().map(|(n, key)| ObjectGet { key: key.clone(), target: memory(n) }).collect();
-                all[1][way].push(measure(total, || {
+                };
+                put("other", OTHERS);
+                settle(dir.path());
+                all[0][at].push(measure(total, || put("value", total / size)));
+                settle(dir.path());
+                let get = |n| ObjectGet { key: format!("value {n}").into_bytes(), target: memory(n) };
+                let gets = (0..total / size).map(get).collect();
+                all[1][at].push(measure(total, || {
                     let id = store.submit_get(gets).unwrap();
                     assert!(store.wait(id, LONG).unwrap().all_ok());
                 }));
             }
+            let folder = tempfile::tempdir_in(&dir).unwrap();
+            for (op, of) in all.iter_mut().enumerate() {
+                settle(dir.path());
+                of[WAYS.len()].push(measure(total, || files(folder.path(), (&mut values, size), op == 0)));
+            }
         }
         for (op, ways) in ["put", "get"].iter().zip(all) {
-            for (way, runs) in WAYS.iter().chain([&FILES]).zip(ways) {
-                let (rate, cpu) = median(runs);
-                println!("{:>6} KiB {op:>4} {way:>8} {rate:>8.2} {cpu:>12.3}", size >> 10);
+            for (way, runs) in WAYS.iter().chain([&FILES]).zip(&ways) {
+                let (rate, cpu) = (median(runs.iter().map(|run| run.0)), median(runs.iter().map(|run| run.1)));
+                let beside = median(runs.iter().zip(&ways[WAYS.len()]).map(|(run, files)| run.0 / files.0));
+                println!("{:>6} KiB {op:>4} {way:>8} {rate:>8.2} {cpu:>12.3} {beside:>8.2}", size >> 10);
             }
         }
     }

@@ -89,6 +89,9 @@ def main() -> None:
     seen["script"] = server.generate(made.prompt) | {"states": [one.state for one in made.segments], "recomputed": made.recomputed, "again": again.was_there}
     layered = blend.blend(prompt, places, select="deviation", ratio=SHARES, check_layer=LAYERS)
     seen["layers"] = server.generate(layered.prompt) | {"recomputed": layered.recomputed}
+    # What about half of the tokens reach.
+    bounded = blend.blend(prompt, places, select="deviation", ratio=1.0, threshold=1.2)
+    seen["bounded"] = server.generate(bounded.prompt) | {"recomputed": bounded.recomputed}
     # What one worker has lost none of them uses.
     spaces = set(server.llm.collective_rpc(flushed))
     shards = sorted(folder for space in spaces for folder in (Path(cache) / space).glob("pp*"))

@@ -203,6 +203,8 @@ def test_two_workers_blend_as_one_does(parallel: tuple[dict[str, Any], dict[str,
     assert two["query"]["tokens"] == two["script"]["tokens"]
     assert two["layers"] == one["layers"]
     assert two["layers"]["recomputed"] == round(0.1 * REUSED)
+    assert two["bounded"] == one["bounded"]
+    assert 0 < two["bounded"]["recomputed"] < REUSED
     for select in ("first-k", "query", "deviation"):
         assert two[f"all {select}"]["tokens"] == two["plain"], select
         assert two[f"all {select}"]["counts"]["blend_segments_reused"] == 3, "counted once, not by each worker"
