@@ -1,7 +1,7 @@
 //! Puts and gets of objects: throughput and processor time, through staging, straight from and into
 //! registered memory, and coded. Every byte is checked by the store. Beside them files of the same
-//! values, written and read without the page cache and unchecked. Each run has a new folder, and begins
-//! when the drive has done all that came before; a store has put a few other values by then.
+//! values, written and read without the page cache and unchecked. Each run has a new folder, and
+//! begins when the drive has done all that came before; a store has put a few other values by then.
 //!
 //! `cargo bench -p forebay --bench objects -- DIR [MIB]`: DIR is a directory on the drive to be
 //! measured, MIB how much is moved in each run. The runs of one size alternate; the median of seven
