@@ -167,7 +167,7 @@ pub struct StoreRequest {
     pub timeout_ms: Option<u64>,
     /// Whether a last chunk that is not full is stored; `None` as the settings say.
     pub save_unfull: Option<bool>,
-    /// How long its chunks are served: whole seconds, at least one; `None` for the setting `ttl`.
+    /// How long its chunks are served: in whole seconds, rounded up; `None` for the setting `ttl`.
     pub ttl: Option<Duration>,
     /// Whether layers are given one by one; `None` as the settings say.
     pub layerwise: Option<bool>,

@@ -134,10 +134,7 @@ impl EngineInner {
 
     fn put_spec(&self, log: &Log, request: &StoreRequest, chunk: &ChunkToStore) -> PutSpec {
         let prompt = &request.prompt;
-        let expiry_s = request.ttl.map_or(0, |ttl| {
-            let at = log.options().clock.unix_s().saturating_add(ttl.as_secs().max(1));
-            u32::try_from(at).unwrap_or(u32::MAX)
-        });
+        let expiry_s = request.ttl.map_or(0, |ttl| log.options().clock.expiry_s(ttl));
         PutSpec {
             start_position: chunk.tokens.start as u64,
             tenant: prompt.tenant(),

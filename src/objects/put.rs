@@ -88,10 +88,7 @@ fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<PutItem>, terms: PutTerms)
 /// agree on it.
 fn expiry(log: &Log, ttl: Option<std::time::Duration>) -> u32 {
     let options = log.options();
-    ttl.or(options.ttl).map_or(0, |ttl| {
-        let seconds = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
-        u32::try_from(options.clock.unix_s().saturating_add(seconds.max(1))).unwrap_or(u32::MAX)
-    })
+    ttl.or(options.ttl).map_or(0, |ttl| options.clock.expiry_s(ttl))
 }
 
 /// Checks the items; of several puts of one key the first is made, and answers for all.

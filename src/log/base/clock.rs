@@ -18,6 +18,13 @@ pub trait Clock: Send + Sync {
     fn unix_s(&self) -> u64 {
         self.unix_ms() / 1000
     }
+
+    /// The second of Unix time at which what lives for `ttl` from now has expired: at least one
+    /// second from now, parts of a second count as a whole one.
+    fn expiry_s(&self, ttl: Duration) -> u32 {
+        let seconds = ttl.as_secs().saturating_add(u64::from(ttl.subsec_nanos() > 0)).max(1);
+        u32::try_from(self.unix_s().saturating_add(seconds)).unwrap_or(u32::MAX)
+    }
 }
 
 /// The machine's clocks.
@@ -31,5 +38,29 @@ impl Clock for SystemClock {
 
     fn boot_ns(&self) -> u64 {
         crate::io::boot_clock_ns()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct At(u64);
+
+    impl Clock for At {
+        fn unix_ms(&self) -> u64 {
+            self.0
+        }
+
+        fn boot_ns(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn a_time_to_live_is_rounded_up_to_seconds_and_bounded() {
+        let at = |ms| At(10_999).expiry_s(Duration::from_millis(ms));
+        assert_eq!([at(0), at(1), at(1000), at(1001)], [11, 11, 11, 12]);
+        assert_eq!(At(0).expiry_s(Duration::MAX), u32::MAX);
     }
 }

@@ -60,7 +60,7 @@ impl Log {
         if spec.expiry_s == 0
             && let Some(ttl) = self.ctx.options.ttl
         {
-            spec.expiry_s = u32::try_from(self.ctx.now_s().saturating_add(ttl.as_secs().max(1))).unwrap_or(u32::MAX);
+            spec.expiry_s = self.ctx.options.clock.expiry_s(ttl);
         }
         let Some(claim) = self.claim(&spec.key) else {
             let holds = |v: &&Arc<Volume>| v.lanes().all.iter().any(|l| l.get(&spec.key).is_some());
