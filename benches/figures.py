@@ -2,12 +2,14 @@
 """Lists the figures of the docs that are older than the last change of what they measure.
 
 docs/figures.json says for each set of figures: the page, what was measured, the commit, the command, and the paths whose change makes them old.
-Rows of docs/benchmarks.json and docs/eviction.json bring their own commits. Exit status: 0; with --check 1 where a page does not name the
-commit of its figures, or a commit is not in the history.
+Rows of docs/benchmarks.json and docs/eviction.json bring their own commits. Comments, docstrings and tests change no figure. Exit status: 0;
+with --check 1 where a page does not name the commit of its figures, or a commit is not in the history.
 """
 
 import argparse
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,28 @@ def git(*args):
     """What git prints, or None where it fails."""
     done = subprocess.run(["git", "-C", ROOT, *args], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def code(commit, name):
+    """What the file does: its text without comments, docstrings, tests and layout; None where there is no such file."""
+    text = git("show", f"{commit}:{name}")
+    if text is None:
+        return None
+    if name.endswith(".py"):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node) is not None:
+                del node.body[0]
+        return ast.dump(tree)
+    text = text.split("#[cfg(test)]\nmod tests {")[0]
+    return "".join(re.sub(r"(^|\s)//.*", "", line) for line in text.splitlines()).replace(" ", "")
+
+
+def changed(commit, paths):
+    """The files of `paths` whose code is another than at `commit`; tests aside."""
+    names = (git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *paths) or "").split()
+    is_test = re.compile(r"(^|/)tests?/|(^|[/_])tests\.rs$")
+    return [name for name in names if name.endswith((".rs", ".py")) and not is_test.search(name) and code(commit, name) != code("HEAD", name)]
 
 
 def sets():
@@ -48,10 +72,11 @@ def main():
             if git("rev-parse", "--is-shallow-repository") == "false":
                 wrong.append(f"{name}: commit {commit} is not in the history")
             continue
-        changes = git("log", "--format=%h", f"{commit}..HEAD", "--", *figure["paths"]).split()
-        if changes:
+        files = changed(commit, figure["paths"])
+        if files:
             old += 1
-            print(f"{name}\n  measured at {commit}; {len(changes)} changes of {', '.join(figure['paths'])} since, the last {changes[0]}\n  {figure['command']}")
+            shown = ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
+            print(f"{name}\n  measured at {commit}; changed since: {shown}\n  {figure['command']}")
     print(f"{old} sets of figures are older than what they measure", file=sys.stderr)
     for line in wrong:
         print(line, file=sys.stderr)
