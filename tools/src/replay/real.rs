@@ -305,8 +305,8 @@ impl ReplayCache for RealCache {
 
     fn totals(&self) -> Totals {
         let stats = self.log.stats();
-        // Moved bytes are those of this log's small slots, each of which stands for a block. Records
-        // are as large as in service.
+        // Moved bytes are those of this log's small slots, each of which stands for a block.
+        // Records are as large as in service.
         let (moved, journal) = (
             self.earlier.0 + stats.moved_bytes,
             self.earlier.1 + stats.journal_bytes_written + stats.policy_bytes_written,
