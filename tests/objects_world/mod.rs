@@ -183,8 +183,9 @@ pub(crate) fn rebuild_index(dir: &Path) {
     }
 }
 
-/// Puts objects that are asked for, by `put_one`, among others that are not, until reclaim has moved
-/// some; every other one is gone by then. What is found of them must have the bytes of `bytes_of`.
+/// Puts objects that are asked for, by `put_one`, among others that are not, until reclaim has
+/// moved some; every other one is gone by then. What is found of them must have the bytes of
+/// `bytes_of`.
 pub(crate) fn check_moves(
     dir: &Path,
     codec: Codec,
