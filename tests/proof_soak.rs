@@ -57,7 +57,7 @@ impl Actor {
         actor
     }
 
-    /// Takes in what the process prints until then, or until `wanted` comes. Returns whether it came.
+    /// Takes in what the process prints until then or until `wanted` comes; returns whether it did.
     fn listen(&mut self, until: Instant, wanted: Option<&str>) -> bool {
         loop {
             match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
