@@ -1,4 +1,5 @@
-//! An object store over a temporary directory, and objects whose bytes follow from key and version.
+//! An object store over a temporary directory, and objects whose bytes follow from key and version;
+//! `held.rs` has a queue whose requests a test can hold.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub(crate) mod held;

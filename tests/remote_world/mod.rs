@@ -1,4 +1,6 @@
 //! A real S3 server (s3s-fs) in a thread, whose answers a test may spoil.
+//!
+//! `machine.rs` has caches that use it, `serve.rs` is the server as a program of its own.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::collections::HashMap;

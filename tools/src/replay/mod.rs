@@ -2,7 +2,8 @@
 //! policy.
 //!
 //! `trace` reads the requests, `chunks` has caches of single chunks, `sim` one that reclaims in
-//! segments, `real` is the log, `ranks` several logs side by side, `chart` draws the result.
+//! segments by a `policy`, `real` is the log, `ranks` several logs side by side; `tiers` reads the
+//! sizes of tiers, `chart` draws the result.
 //! Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module
 //! must not know how one works inside.
 

@@ -2,8 +2,9 @@
 //! (`prompts`).
 //!
 //! `scan` finds dumps, `header`, `tokens` and `dump` understand them, `reader` reads them with many
-//! reads in flight, `sink` is where the pieces go. The forms are described in docs/warm.md. Dumps
-//! are untrusted input: a bad one is reported and skipped, and the exit status says so.
+//! reads in flight, `piece` cuts them into extents, `sink` says where pieces go, and `cache` is the
+//! sink that stores them. The forms are described in docs/warm.md. Dumps are untrusted input: a bad
+//! one is reported and skipped, and the exit status says so.
 
 mod cache;
 mod dump;
