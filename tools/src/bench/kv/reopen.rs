@@ -65,7 +65,7 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     let pss = child.line();
     child.wait();
     bar.finish_and_clear();
-    let pss: f64 = pss?.trim().parse().map_err(|_| Error::new(ErrorKind::Internal, "the child did not report its memory"))?;
+    let pss: f64 = pss?.trim().parse().map_err(|_| Error::new(ErrorKind::Internal, "the child reported no memory"))?;
     let figures = ForebayFigures {
         reopen_ms: Some(ms(reopen)),
         bytes_per_chunk: Some(pss / job.kv.chunks.max(1) as f64),
