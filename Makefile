@@ -123,7 +123,7 @@ mutants:
 	$(PYTHON) tests/mutants/run.py tests/mutants/objects.json --update tests/mutants/README.md || status=1; \
 	exit $$status
 
-# Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
+# Speed against fio on this machine; writes docs/benchmarks.md. Needs root, fio and about an hour.
 bench: build
 	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
 
@@ -206,7 +206,7 @@ sglang-ci: python
 sglang-test: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=10
 
-# An SGLang server on a machine with a GPU, by both doors: an answer, a restart, the same answer. Never run yet. MODEL is a path or a name, and
+# An SGLang server on a machine with a GPU, with HiCache's storage and with the external linker: an answer, a restart, the same answer. Never run yet. MODEL is a path or a name, and
 # needs to be one that the external linker takes (docs/sglang.md); `python` has SGLang and Forebay.
 sglang-gpu:
 	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" hicache

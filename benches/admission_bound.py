@@ -83,7 +83,7 @@ def kind(chunk: Chunk) -> tuple[int, ...]:
 
 
 def refused(chunks: list[Chunk], of: Callable[[Chunk], tuple[int, ...]], most: float) -> float:
-    """Share of the bytes that need not be written for so many lost chunks."""
+    """Share of the bytes that need not be written where `most` chunks may be lost."""
     sums: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for chunk in chunks:
         both = sums[of(chunk)]

@@ -40,7 +40,8 @@ fn on_new_request(s: &mut Scheduler, req_id: &str, tokens: &[u32]) {
     s.on_new_request(AddRequest::new(req_id, tokens, &Extra::default()));
 }
 
-/// One generated token of each request; each has a chunk full in one of so many steps.
+/// One generated token of each request. The requests are at different places of their blocks and
+/// chunks, so that each step brings some new blocks and some full chunks.
 fn decode(s: &mut Scheduler, names: &[String], step: usize) -> usize {
     let request = |(i, req_id): (usize, &'_ String)| (i, req_id.clone());
     let named: Vec<(usize, String)> = names.iter().enumerate().map(request).collect();

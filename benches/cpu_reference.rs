@@ -2,8 +2,9 @@
 //! into paged blocks, each in a loop of its own. `benches/speed.py` compares the engine's CPU with
 //! fio's plus this. Prints JSON.
 //!
-//! `memory_bytes_per_s` is what a hit of the memory tier has as its peer: both of an extent after
-//! the other, out of memory larger than the caches, in as many threads as copy for the engine.
+//! `memory_bytes_per_s` is what hits of the memory tier are compared with: the CRC of each extent
+//! and then its copy, out of memory larger than the caches, in as many threads as copy for the
+//! engine.
 
 use std::hint::black_box;
 use std::time::Instant;

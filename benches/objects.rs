@@ -1,7 +1,7 @@
 //! Puts and gets of objects: throughput and processor time, through staging, straight from and into
 //! registered memory, and coded. Every byte is checked by the store. Beside them files of the same
 //! values, written and read without the page cache and unchecked. Each run has a new folder, and
-//! begins when the drive has done all that came before; a store has put a few other values by then.
+//! begins when the drive has done all earlier work; each store has put a few other values before.
 //!
 //! `cargo bench -p forebay --bench objects -- DIR [MIB]`: DIR is a directory on the drive to be
 //! measured, MIB how much is moved in each run. The runs of one size alternate; the median of seven
@@ -23,11 +23,11 @@ const LONG: Duration = Duration::from_secs(120);
 const RUNS: usize = 7;
 const WAYS: [&str; 3] = ["staged", "direct", "coded"];
 const FILES: &str = "files";
-/// Of files, under way at once.
+/// Files that are written or read at once.
 const AT_ONCE: usize = 8;
 /// Values that a store puts first.
 const OTHERS: usize = 8;
-/// What a drive may go on with after a sync.
+/// How long a drive may go on working after a sync.
 const REST: Duration = Duration::from_millis(300);
 
 /// Processor seconds of this process, in steps of 10 ms.
@@ -52,7 +52,7 @@ fn median(all: impl Iterator<Item = f64>) -> f64 {
     all[all.len() / 2]
 }
 
-/// What was written and freed in `dir` is done with.
+/// Waits until the drive is done with what was written and freed in `dir`.
 fn settle(dir: &Path) {
     rustix::fs::syncfs(std::fs::File::open(dir).unwrap()).unwrap();
     std::thread::sleep(REST);

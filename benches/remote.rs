@@ -1,12 +1,12 @@
 //! The remote tier beside bare ranged reads of the same objects, over a real S3 server in this
 //! process: reads whose bytes are dropped, and reads that do with them what a fetch does too. And
-//! loads from the drive while the server hangs, beside loads while it does not. The drive is measured
-//! too, by writes of as many bytes that come from nowhere: no fetch can be faster than those. What all
-//! of it takes of the processors is said too, with the server's part, which is always the same.
+//! loads from the drive while the server hangs, beside loads while it does not. The drive is
+//! measured too, by writes of as many bytes from memory: no fetch can be faster than those. The
+//! processor time of each is printed, with that of the server, which is always the same.
 //!
 //! `cargo bench -p forebay --bench remote -- DIR [CHUNKS [GBITS]]`: DIR is a directory on a drive,
-//! CHUNKS how many chunks of 32 MiB are moved in each run, GBITS the rate of the network between (in
-//! Gbit/s; none: the memory of this machine). Runs alternate; the median of the pairs counts.
+//! CHUNKS how many chunks of 32 MiB are moved in each run, GBITS the rate of the network between
+//! (in Gbit/s; none: the memory of this machine). Runs alternate; the median of the pairs counts.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement")]
 
 #[path = "../tests/remote_world/mod.rs"]
@@ -32,7 +32,7 @@ use object_store::aws::AmazonS3Builder;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use remote_world::{BUCKET, Server, Spoil};
 
-/// As the tier does it: bytes of a request, and chunks that are fetched at once.
+/// The tier's own numbers: bytes of a request, and chunks that are fetched at once.
 const PART_BYTES: u64 = 8 << 20;
 const AT_ONCE: usize = 4;
 const ALL: [Then; 3] = [Then::Dropped, Then::Kept, Then::Written];
@@ -227,13 +227,13 @@ fn main() {
     let file =
         OpenOptions::new().write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(path).unwrap();
     let mut part = AlignedBuf::zeroed(PART_BYTES as usize).unwrap();
-    // What is all zeros some drives do not write.
+    // Some drives do not write pages that are all zeros.
     part.chunks_exact_mut(8).enumerate().for_each(|(n, to)| {
         to.copy_from_slice(&(n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
     });
     write_alone(&file, &part, bytes);
     let mib_per_s = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
-    // Otherwise it is the limit, and no measure of anything.
+    // From memory: reading its files would limit the server.
     server.remember();
     gbits.into_iter().for_each(|gbits| server.limit(gbits * 1e9 / 8.0));
     let home = folder();

@@ -95,7 +95,7 @@ impl Rig {
         staging.iter_mut().for_each(|b| b.as_mut_slice().fill(5));
         let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
         let mut rig = Self { device, kv, staging, plans, case, extent };
-        // What is scattered first has been gathered.
+        // Scatters decode: what they read must have been coded by a gather.
         rig.gather();
         rig
     }

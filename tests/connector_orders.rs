@@ -70,7 +70,7 @@ impl Pair {
         self.s.build_connector_meta(&StepInput::default(), &mut |_, _, _| None)
     }
 
-    /// Waits until nothing is being stored and the worker has told of it.
+    /// Waits until nothing is being stored and the worker has reported that.
     fn stores_end(&mut self) {
         let begun = Instant::now();
         while self.w.stats().storing > 0 {
@@ -250,7 +250,7 @@ fn what_was_generated_reaches_the_policy_through_the_worker() {
             a.w.start_load_kv(meta, None);
             a.w.wait_for_save(None);
             a.stores_end();
-            // Of one kind all come back, of the other none.
+            // All prompts of one kind come back, none of the other.
             let p = engine_world::prompt(&engine, CHUNK, seed);
             let there = engine_world::matched(&engine, &p);
             stored[at] += if round < 400 { 0 } else { there / CHUNK };

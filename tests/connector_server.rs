@@ -45,8 +45,8 @@ fn usual(o: &mut ConnectorOptions) {
     (o.save_decode_cache, o.load_timeout_ms) = (true, 500);
 }
 
-/// Runs all seeds; what they met together. How often one of them preempts depends on how soon loads
-/// are over.
+/// Runs all seeds, and returns the sums of what they counted. How often one of them preempts
+/// depends on how soon loads are over.
 fn all_seeds(one: impl Fn(u64) -> Tally) -> Tally {
     let mut all = Tally::default();
     for tally in SEEDS.map(one) {
@@ -67,7 +67,7 @@ fn every_loaded_byte_is_what_would_have_been_computed() {
     assert_eq!(all.failed, 0);
 }
 
-/// Every so many reads meet this fate.
+/// A world in which one read of `every` has this fault, and the count of those that had it.
 fn with_faults(fault: Fault, every: u64) -> (World, Arc<AtomicU64>) {
     let met = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&met);
@@ -100,7 +100,8 @@ fn failing_reads_are_computed_and_nothing_wrong_is_read_stored_or_waited_for() {
     assert!(failed > 5, "{failed} loads failed");
 }
 
-/// Runs with a fault and, on what that has left, without; whether there was what the test is about.
+/// Runs with a fault, then without one over the cache that this has left. Returns whether something
+/// was loaded and, with a fault, something failed.
 fn layerwise(seed: u64, fault: Option<Fault>) -> bool {
     println!("{fault:?}");
     let mut world = fault.map_or_else(world, |fault| with_faults(fault, 5).0);

@@ -97,7 +97,7 @@ fn copies(world: &World) -> usize {
     failed
 }
 
-/// Whether a failure of the call means that what it should give back is not given back.
+/// Whether a failure of the call means that what it should free stays allocated.
 fn gives_back(call: &str) -> bool {
     ["Destroy", "Free", "Unregister", "Unload", "Release"].iter().any(|w| call.contains(w))
 }

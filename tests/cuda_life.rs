@@ -30,7 +30,8 @@ fn closing_finishes_what_is_pending_and_refuses_what_comes_later() {
     let device = Arc::clone(&world.device);
     let closer = std::thread::spawn(move || device.close());
     let c = chunk(&rig, 40, 1);
-    // Until the device is closed, such a job is one more.
+    // Jobs that come before the device is closed wait like the others; the first that ends at once
+    // came after.
     let late = loop {
         let late = world.scatter(&rig, world.staged(&c.bytes), c.parts.clone(), With::default());
         if let Ok(done) = late.done.try_recv() {

@@ -130,7 +130,7 @@ fn a_launch_takes_no_job_along_that_waits_for_something_else() {
             world.fence(stream)
         })
         .collect();
-    // Three late callers have the lanes of their own, and the lane of those in time is full.
+    // The three lanes for late callers are taken, and the lane for all others is full.
     let launched = |number: usize, with: With| {
         let job = job(number, with);
         drop(job.fence());

@@ -44,7 +44,7 @@ fn what_was_generated_reaches_the_policy() {
             let request = StoreRequest::new(&p, &kv.kv, slots(CHUNK, 1));
             let result = engine.store(StoreRequest { generated: Some(generated), computed, ..request }).unwrap().wait();
             stored[at] += if round < 400 { 0 } else { result.stored };
-            // Of one kind all come back, of the other none.
+            // All prompts of one kind come back, none of the other.
             if generated == 500 {
                 assert_eq!(load(&engine, &p, &target, slots(CHUNK, 2)).tokens, result.stored * CHUNK);
             }

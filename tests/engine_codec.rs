@@ -114,7 +114,7 @@ fn a_chunk_that_does_not_fit_is_stored_as_it_is_among_coded_ones() {
         let w = world(&Shape::that_gain()[0]);
         let from = slots(3 * CHUNK, 1);
         let a = with_a_misfit(&w, &from);
-        // What a process has learned of KV goes with it: the third chunk is coded again.
+        // A new process has learned nothing of KV yet: the third chunk is coded again.
         for chunks in [2, 3] {
             let (engine, n) = (w.open(), chunks * CHUNK);
             let mut request = StoreRequest::new(&prompt(&engine, n, 1), &a.kv, from[..n].to_vec());

@@ -181,7 +181,7 @@ fn what_depends_on_a_failed_load_is_not_stored() {
 #[test]
 fn tiny_staging_carries_everything_and_sheds_what_will_not_wait() {
     let mut w = World::new(Shape::all().into_iter().find(|s| s.name == "large").unwrap());
-    // Three extents each, for 16 in every prompt.
+    // Each holds three extents; a prompt has 16.
     w.settings.staging = 1 << 20;
     w.settings.store_staging = 1 << 20;
     w.settings.capacity = Capacity::Bytes(256 << 20);

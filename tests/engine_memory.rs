@@ -155,8 +155,8 @@ fn a_drive_that_is_late_holds_up_no_load_from_memory(on: On) {
     let kept = engine.prefetch(&p, 0..n).unwrap();
     assert_eq!(kept.wait().in_memory, 2);
     armed.store(true, Ordering::SeqCst);
-    // What came first is not in memory any more. It waits for the drive, and holds all the staging that
-    // it can get.
+    // What came first is not in memory any more. It waits for the drive, and holds all the staging
+    // that it can get.
     let (waiting, b) = (w.kv(), w.kv());
     let start = |p, kv: &Kv| {
         let mut request = LoadRequest::new(p, &kv.kv, map.clone());

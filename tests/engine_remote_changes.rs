@@ -1,5 +1,5 @@
-//! The remote tier and what changes in it behind a cache's back: what others have removed is told and
-//! uploaded anew, and a prompt's partial end is among what is uploaded, fetched and removed.
+//! The remote tier and what others change in it: what they have removed is reported and uploaded
+//! anew, and a prompt's partial end is among what is uploaded, fetched and removed.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;
@@ -46,7 +46,7 @@ fn what_another_process_removed_is_told_also_where_it_was_missing_before_and_is_
     lookup.reported(&report);
     a.open().clear().unwrap();
     assert_eq!(misses(&mut lookup, "again"), [first]);
-    // Who uploaded it does not take it for being there.
+    // The process that uploaded it does not believe that it is still there.
     a.upload(&one, 1);
     let changes = uploaded(&one);
     for (key, _) in report.remote {

@@ -40,7 +40,7 @@ fn numbers(key: &str, len: usize) -> Vec<u8> {
     let page: Vec<u8> = value(key, 7, 4096).chunks(2).enumerate().flat_map(number).collect();
     let mut bytes = page.repeat(len.div_ceil(4096));
     for (n, page) in bytes.chunks_mut(4096).enumerate() {
-        // Of the mantissas.
+        // Changes mantissas only.
         page[0] ^= (n & 0x7f) as u8;
         page[2] ^= (n >> 7 & 0x7f) as u8;
     }

@@ -64,7 +64,7 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
     world.end();
 }
 
-/// Those that live look, perhaps, for lanes of those that do not.
+/// Some of the living processes look for lanes of dead ones.
 fn scan(world: &World, processes: &[Option<Arc<Process>>], rng: &mut Rng) {
     for process in processes.iter().flatten().filter(|_| !rng.one_in(3)) {
         world.turn(process, Turn::Scan);
@@ -108,7 +108,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     );
 }
 
-/// Runs seeds from `first` on until so many images were judged; the last seed begun.
+/// Runs seeds from `first` on until so many images were judged; returns the counts.
 fn run_many(first: u64, images: u64, workers: u64) -> Arc<Judge> {
     let dir = temp();
     let since = Instant::now();

@@ -125,7 +125,7 @@ fn workload(w: &World, what: &str) -> Vec<usize> {
     flushed
 }
 
-/// With the fault gone.
+/// With the fault gone, everything works again.
 fn recovers(w: &World, (flushed, was_write): (&[usize], bool), what: &str) {
     let engine = w.open();
     let work = Work::new(w, &engine);

@@ -28,7 +28,7 @@ fn options(dir: &Path) -> LogOptions {
     LogOptions { io_timeout: Duration::from_secs(2), ..told::options(dir) }
 }
 
-/// Works until some steps after it was told that the file system is gone. Half of the children
+/// Works until some steps after it has learned that the file system is gone. Half of the children
 /// close then, the others are killed.
 fn run_child(role: &str) {
     let (seed, dir) = role.split_once(' ').unwrap();
@@ -139,8 +139,8 @@ fn forget_shared_memory(dir: &Path) {
     }
 }
 
-/// Compares what is on the file system, mounted again, with what was told; it is durable from then
-/// on.
+/// Compares what is on the file system, mounted again, with what the child printed. What is there
+/// is durable from then on.
 fn verify(disk: &LoopDisk, copy: &Path, model: &mut Model, found: &mut Found) {
     let dir = disk.path().join("cache");
     let intact = deep_check(&dir);

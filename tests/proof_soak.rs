@@ -40,7 +40,7 @@ struct Actor {
 }
 
 impl Actor {
-    fn start(seed: u64, number: u64, place: &MemorySpace) -> Self {
+    fn start(seed: u64, number: u64, place: &SoakPlace) -> Self {
         let role = format!("{seed} {number} {} {}", place.min_free, place.path.display());
         let mut process = child(TEST, &role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let out = BufReader::new(process.stdout.take().unwrap());
@@ -57,7 +57,7 @@ impl Actor {
         actor
     }
 
-    /// Hears what is told until then; whether `wanted` was.
+    /// Takes in what the process prints until then or until `wanted` comes; returns whether it did.
     fn listen(&mut self, until: Instant, wanted: Option<&str>) -> bool {
         loop {
             match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
@@ -99,7 +99,7 @@ impl Actor {
         let status = std::fs::read_to_string(proc.join("status")).unwrap();
         let rss = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
         let rss = rss.split_whitespace().next().unwrap().parse().unwrap();
-        // Of the kernel's own workers for io_uring there are as many as it likes.
+        // The kernel's own workers for io_uring come and go, and do not count.
         let tasks = std::fs::read_dir(proc.join("task")).unwrap().flatten();
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
         let threads = names.filter(|name| !name.starts_with("iou-")).count() as u64;
@@ -116,13 +116,13 @@ impl Drop for Actor {
 }
 
 /// Where the soak runs.
-struct MemorySpace {
+struct SoakPlace {
     path: PathBuf,
     min_free: u64,
     _disk: Option<LoopDisk>,
 }
 
-impl MemorySpace {
+impl SoakPlace {
     fn make(dir: &Path) -> Self {
         match LoopDisk::make("ext4", dir) {
             // Nobody else uses it: the floor can be where it is reached before the capacity is.
@@ -176,7 +176,7 @@ impl Soak {
         stats.into_iter().for_each(|(name, n)| *self.totals.entry(name).or_default() += n);
     }
 
-    fn sample(&mut self, steady: &Actor, place: &MemorySpace) {
+    fn sample(&mut self, steady: &Actor, place: &SoakPlace) {
         let used = allocated_below(&place.path.join("cache")).unwrap();
         let sample = Sample {
             seconds: self.begun.elapsed().as_secs_f64(),
@@ -227,7 +227,7 @@ impl Soak {
     }
 
     /// The table at the end, and the same as JSON where it is asked for.
-    fn report(&self, place: &MemorySpace) {
+    fn report(&self, place: &SoakPlace) {
         println!("{:<14}{:>10}{:>10}{:>10}{:>14}", "", "1st third", "2nd third", "3rd third", "growth/hour");
         let mut json =
             format!("{{\"seconds\": {}, \"kills\": {}, \"stops\": {}", self.length.as_secs(), self.kills, self.stops);
@@ -283,7 +283,7 @@ impl Soak {
 }
 
 /// Runs both processes; one of them is killed, or stopped, and started again.
-fn run(soak: &mut Soak, seed: u64, place: &MemorySpace) {
+fn run(soak: &mut Soak, seed: u64, place: &SoakPlace) {
     let mut rng = Rng(seed);
     let mut steady = Actor::start(rng.next(), 0, place);
     let mut other = Actor::start(rng.next(), 1, place);
@@ -355,7 +355,7 @@ fn soak() {
     let seed = number("FOREBAY_SEED", 1);
     println!("seed {seed}; again: FOREBAY_SEED={seed} FOREBAY_SOAK_SECONDS={}", length.as_secs());
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let place = MemorySpace::make(dir.path());
+    let place = SoakPlace::make(dir.path());
     let (begun, samples, totals) = (Instant::now(), Vec::new(), Stats::new());
     let mut soak = Soak { begun, length, samples, totals, kills: 0, stops: 0 };
     run(&mut soak, seed, &place);

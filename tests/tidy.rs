@@ -155,8 +155,8 @@ fn the_room_check_sees_plain_and_braced_imports() {
     assert_eq!(rooms_named("let x = crate::format::crc(crate::io::y());"), ["format", "io"]);
 }
 
-/// The rooms of the log, each of which knows those before it; what lies above them knows all. Their
-/// parent they may all know.
+/// The rooms of the log. Each may name those before it, and their parent; what is not listed may
+/// name all.
 const LOG_ROOMS: &[&str] = &["base", "lane", "journal", "policy", "recovery", "drive", "write", "read", "reclaim"];
 
 /// The code of a file with every statement on one line, so that a long import is seen whole.
@@ -199,7 +199,7 @@ fn the_files_of_a_room_of_the_log_know_each_other_in_one_direction() {
         knows.insert(source.path.clone(), siblings);
     }
     assert!(knows.values().any(|all| !all.is_empty()), "nothing was found to be imported");
-    // Whatever only knows what has gone before goes; what is left are circles.
+    // Files that name only files already removed are removed too: what is left are circles.
     while let Some(free) =
         knows.iter().find(|(_, all)| all.iter().all(|f| !knows.contains_key(f))).map(|(f, _)| f.clone())
     {

@@ -1,7 +1,7 @@
 """What one system serves, loses and writes when something goes wrong.
 
 Usage: faults.py SYSTEM FAULT FOLDER: prints what happened as one line of JSON. The folder is empty, and on the drive that is meant. Every value
-that a system says it has brought is compared with what was stored. Values are answered with: right, wrong (other bytes were served), missing.
+that a system says it has brought is compared with what was stored, and counted as right, wrong (other bytes were served) or missing.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Run:
                     os.write(into, "".join(f"{number}\n" for number in taken).encode())
                 os._exit(0)
             os.close(into)
-            # From the first answer on, a time that nobody could choose.
+            # Killed at a random time after the first answer.
             said = os.read(out, 1 << 16)
             time.sleep(source.uniform(0.05, 0.6))
             os.kill(child, signal.SIGKILL)
@@ -179,7 +179,7 @@ class Run:
         system = over.open()
         other = mount / "other-program"
         with other.open("wb") as file:
-            # What leaves 128 MiB.
+            # All but 128 MiB of what is free.
             os.posix_fallocate(file.fileno(), 0, free(mount) - 128 * MIB)
         yes = stored(system, over.arena, numbers)
         result: dict[str, Any] = {"stored": len(numbers), "yes": len(yes), "free_mib": free(mount) // MIB, **checked(system, over.arena, yes)}
@@ -224,7 +224,7 @@ FAULTS = ("restart", "turned_bit", "cut_file", "kills", "full_drive", "capacity"
 
 def main() -> None:
     name, fault, folder = sys.argv[1:]
-    # Threads of its own would not survive the forks.
+    # torch's own threads would not survive the forks.
     torch.set_num_threads(1)
     print(json.dumps(getattr(Run(name, Path(folder)), fault)()))
 

@@ -1,6 +1,6 @@
 """Runs the comparison and writes its tables into docs/comparison.md, between the page's markers.
 
-Usage: run.py [--rounds N] [--speed NAME...] [--no-write] FOLDER. FOLDER is on the drive that is meant. It needs root, for the page cache and for
+Usage: run.py [--rounds N] [--only faults|speed] [--speed NAME...] [--no-write] FOLDER. FOLDER is on the drive that is meant. It needs root, for the page cache and for
 the full drive. With --speed only the speed of the named systems is measured, and printed. `make comparison` and `make bench-lmcache` have the
 environment that it needs.
 """

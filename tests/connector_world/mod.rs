@@ -1,6 +1,6 @@
-//! A serving engine that only books: blocks, requests, steps; its model writes bytes that follow
-//! from prefix, layer and place, and checks every byte that it would attend to. It reuses blocks as
-//! soon as it may.
+//! A serving engine without a real model: it keeps books of blocks, requests and steps. Its model
+//! writes bytes that follow from prefix, layer and place, and checks every byte that it would
+//! attend to. It reuses blocks as soon as it may.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -45,7 +45,7 @@ pub(crate) struct Req {
     failed: bool,
 }
 
-/// What happened, to see that a run was worth it.
+/// Counts of what happened, so that a test can demand that a run met what it is about.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) done: usize,
@@ -70,7 +70,7 @@ pub(crate) struct Server {
     next: usize,
     pub(crate) tally: Tally,
     layerwise: bool,
-    /// The next step is scheduled before the worker's word on the last one is acknowledged.
+    /// The next step is scheduled before the worker's report of the last one is delivered.
     pub(crate) is_ahead: bool,
     late: VecDeque<Report>,
 }
@@ -165,7 +165,8 @@ impl Server {
         }
     }
 
-    /// Free blocks may be another's at once: nothing reads them for the connector.
+    /// Overwrites free blocks. The server may give them to others at once, so the connector must
+    /// not read them any more.
     fn scribble(&mut self) {
         let at = self.rng.next();
         for block in self.free.iter().copied().collect::<Vec<_>>() {
@@ -245,7 +246,7 @@ impl Server {
     }
 }
 
-/// What the worker said of a step.
+/// What the worker reported of a step.
 struct Report {
     over: Finished,
     bad: HashSet<u32>,
@@ -281,7 +282,7 @@ impl Server {
                 continue;
             }
             let Some(new) = self.grow(&id, to) else {
-                // Its blocks of a load stay; a running one makes room.
+                // A request with loaded blocks keeps them; a running one is preempted.
                 if was == State::Running {
                     self.preempt(&id);
                 }
@@ -315,15 +316,16 @@ impl Server {
         }
     }
 
-    /// Asks for a request that does not run; the tokens that load in the step, or `None` where it
-    /// is not scheduled.
+    /// Asks the scheduler about a request that does not run. Returns the tokens that load in the
+    /// step, or `None` where it is not scheduled.
     fn ask(&mut self, id: &str, was: State) -> Option<usize> {
         if was == State::Running {
             return Some(0);
         }
         let computed = self.reqs[id].computed;
         let mut answer = self.s.get_num_new_matched_tokens(id, computed);
-        // What is stored or found to be damaged meanwhile may change the answer: the last one counts.
+        // What is stored or found to be damaged meanwhile may change the answer: the last one
+        // counts.
         for _ in 0..self.rng.below(3) {
             answer = self.s.get_num_new_matched_tokens(id, computed);
         }

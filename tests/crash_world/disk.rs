@@ -115,7 +115,8 @@ impl Content {
         bytes
     }
 
-    /// Turns a bit, if it can of a byte that is not zero; whether there was a page.
+    /// Turns a bit, of a byte that is not zero where it finds one. Returns whether there was a
+    /// page.
     pub fn flip(&mut self, rng: &mut Rng) -> bool {
         let full: Vec<usize> = (0..self.pages.len()).filter(|n| self.pages[*n].is_some()).collect();
         let mut place = None;
@@ -223,7 +224,7 @@ impl Files {
 
     /// Turns a bit of some file.
     pub fn flip(&mut self, rng: &mut Rng) -> bool {
-        // Of the index most of the time: the data are checked by every load.
+        // Most of the time in an index: every load checks the data anyway.
         let of_index = !rng.one_in(4);
         let wanted = |path: &Path| path.ends_with("index.kv") == of_index;
         let all: Vec<usize> = self.names.iter().filter(|(path, _)| wanted(path)).map(|(_, n)| *n).collect();
@@ -275,7 +276,7 @@ impl Files {
     }
 }
 
-/// Told after every operation that changed something.
+/// Called after every operation that changed something.
 pub trait Observer: Send + Sync {
     /// The disk is in a new state.
     fn boundary(&self, disk: &SimDisk);
@@ -292,7 +293,7 @@ pub struct SimDisk {
     /// Bytes that all files together may take.
     space: AtomicU64,
     holes: AtomicBool,
-    /// Every operation is told, under this name.
+    /// Every operation is printed, under this name.
     told_as: OnceLock<String>,
     /// How often, of 1000 times, a write or flush of FLOORS fails.
     floor_faults: Mutex<(u64, Rng)>,
@@ -350,7 +351,7 @@ impl SimDisk {
         self.space.store(bytes, Ordering::Relaxed);
     }
 
-    /// Tells every operation, for who replays a seed.
+    /// Prints every operation, for somebody who replays a seed.
     pub fn tell(&self, story: &str) {
         drop(self.told_as.set(format!("  {story}")));
     }
@@ -361,7 +362,7 @@ impl SimDisk {
     }
 
     /// From now on so many of 1000 writes and flushes of FLOORS fail. They do not pass a queue,
-    /// which fails by itself.
+    /// whose faults are set there.
     pub fn fail_floors(&self, share: u64, seed: u64) {
         *self.floor_faults.lock() = (share, Rng::of(seed, 78));
     }

@@ -25,7 +25,7 @@ pub struct Effort {
     pub images: u64,
     /// One in so many images is worked on and crashes again.
     pub chain_one_in: u64,
-    /// Of so many writes of an image that is opened, one is a crash too.
+    /// One in so many writes while an image is opened is a crash too.
     pub nested_one_in: u64,
     /// Crashes in a row.
     pub depth: usize,
@@ -204,8 +204,8 @@ impl Observer for Watcher {
         if rng.one_in(self.one_in) {
             world.crash_here(boundary, &mut rng);
         }
-        // Who dies amid another's call would take shared memory back to before what that does after
-        // it.
+        // A process that died during another's call would put shared memory back to before what the
+        // other does after that moment.
         if is_amid || world.depth > 0 {
             return;
         }
@@ -251,7 +251,7 @@ impl World {
         self.model.lock().rotten
     }
 
-    /// The puts that processes that live have in their indexes; `None` where nobody lives. What was
+    /// The puts that living processes have in their indexes; `None` where nobody lives. What was
     /// stored and is not there has been given up, also where an index that somebody makes anew
     /// lists it again.
     pub fn present(&self) -> Option<Vec<u64>> {
@@ -286,7 +286,7 @@ impl World {
         puts.filter(|p| p.state == State::Flushed && !p.going).filter(lasts).map(|p| p.key).collect()
     }
 
-    /// Tells what the indexes say of the key that who replays a seed wants to know of.
+    /// Prints what the indexes say of the key in `FOREBAY_CRASH_KEY`, while a seed is replayed.
     fn tell_key(&self) {
         static KEY: std::sync::OnceLock<Option<u64>> = std::sync::OnceLock::new();
         let wanted = || std::env::var("FOREBAY_CRASH_KEY").ok().and_then(|k| k.parse().ok());
@@ -513,7 +513,7 @@ impl World {
         served
     }
 
-    /// What must be served is.
+    /// Fails where a key that must be served is not.
     pub fn demand(&self, must: &[u64], served: &[u64]) {
         self.judge.demanded.fetch_add(must.len() as u64, Ordering::Relaxed);
         if let Some(k) = must.iter().find(|k| !served.contains(k)).filter(|_| !self.faulty()) {

@@ -12,7 +12,7 @@ use super::rng::Rng;
 use super::world::{Held, Process, World};
 use super::{key, value};
 
-const PIN_MS: u64 = 20_000;
+const LEASE_MS: u64 = 20_000;
 
 /// What loading a key gave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,9 +106,9 @@ impl World {
 
     /// Leases a chunk for some time.
     pub fn hold(&self, process: &Process, k: u64) {
-        let chunk = self.run(process, |log| log.locate(&key(k), Duration::from_millis(PIN_MS)));
+        let chunk = self.run(process, |log| log.locate(&key(k), Duration::from_millis(LEASE_MS)));
         if let Some(chunk) = chunk.filter(Chunk::is_leased) {
-            process.held.lock().push(Held { chunk, key: k, until_ms: self.clock.ms() + PIN_MS });
+            process.held.lock().push(Held { chunk, key: k, until_ms: self.clock.ms() + LEASE_MS });
         }
     }
 

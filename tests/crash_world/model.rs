@@ -105,7 +105,7 @@ impl Model {
     }
 
     pub fn begin(&mut self, put: Put) {
-        // A removal that is amid its work may find this one too.
+        // A removal that is under way may find this one too.
         let going = self.under_way.values().any(|reach| reach.has(&put));
         self.puts.insert(put.id, Put { going, ..put });
     }
@@ -116,8 +116,8 @@ impl Model {
         }
     }
 
-    /// Processes that live have a put in these lanes; whether in any. Where it is not, it has been
-    /// given up.
+    /// Notes the lanes in which living processes have a put, and returns whether there are any.
+    /// Where there are none, it was evicted or removed.
     pub fn sees(&mut self, id: u64, lanes: &[[u8; 16]]) -> bool {
         let Some(put) = self.puts.get_mut(&id) else { return false };
         match (lanes.first(), put.lane) {

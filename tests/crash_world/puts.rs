@@ -192,7 +192,7 @@ impl World {
         } else {
             self.drop_put(begun);
         }
-        // Which a put wakes.
+        // A put wakes maintenance.
         if rng.one_in(2) {
             self.turn(process, Turn::Maintain);
         }

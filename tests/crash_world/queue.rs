@@ -1,5 +1,5 @@
-//! Queues onto a simulated disk that move everything in the caller's turn, or when they are told
-//! to; and that fail as told.
+//! Queues onto a simulated disk. They serve a request when it is submitted, or later when a test
+//! says so, and fail as often as [`Faults`] says.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::rng::Rng;
 
-/// How often, of 1000 requests, what goes wrong.
+/// How many of 1000 requests go wrong, in each way.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     pub eio: u64,
@@ -35,7 +35,7 @@ pub struct SimQueue {
     stats: Arc<IoStats>,
     deferring: AtomicBool,
     waiting: Mutex<Vec<Request>>,
-    /// Writes that hang: their callers were told of a time-out.
+    /// Writes that hang: their callers got a time-out.
     late: Mutex<Vec<Late>>,
     faults: Mutex<(Faults, Rng)>,
     closed: AtomicBool,

@@ -12,7 +12,7 @@ use super::model::Going;
 use super::rng::Rng;
 use super::world::{Process, World};
 
-/// Says what is done, where somebody replays a seed.
+/// Whether every step is printed (`FOREBAY_CRASH_TRACE`), for somebody who replays a seed.
 pub fn telling() -> bool {
     static TELLING: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *TELLING.get_or_init(|| std::env::var_os("FOREBAY_CRASH_TRACE").is_some())
@@ -115,7 +115,7 @@ impl World {
     /// A removal or floor has ended.
     fn removed(&self, by: u64, (going, outcome): (&Going, &forebay::Result<()>)) {
         self.tell(|| format!("  it ends: {outcome:?}"));
-        // What a process that is dead by now does after its death, it did not do.
+        // What a process does after its death does not count.
         self.model.lock().ends(going, outcome.is_ok() && !self.disk.is_dead(by));
     }
 

@@ -21,7 +21,7 @@ use super::{Config, SimClock};
 /// Set by the first failure, so that nothing is judged while its panic unwinds.
 pub static FAILED: AtomicBool = AtomicBool::new(false);
 
-/// A located chunk that is kept.
+/// A chunk that is leased.
 pub struct Held {
     pub chunk: Chunk,
     pub key: u64,
@@ -194,8 +194,8 @@ impl World {
         self.forget(process);
     }
 
-    /// Takes away a process whose writes the disk has stopped taking. Shared memory has to be put
-    /// back to that moment after it.
+    /// Takes away a process whose writes the disk has stopped taking. The caller must then put
+    /// shared memory back to that moment.
     pub fn bury(&self, process: &Arc<Process>) {
         self.tell(|| format!("process {} is dead", process.number));
         process.write.forget();

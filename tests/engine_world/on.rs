@@ -16,7 +16,8 @@ pub(crate) fn host(w: World) -> World {
     w
 }
 
-/// In a GPU's. Copies and kernels take no longer than they must: comparing bytes copies many pieces.
+/// In a GPU's. Copies and kernels take no longer than they must: comparing bytes copies many
+/// pieces.
 pub(crate) fn gpu(mut w: World) -> World {
     standin_cuda::load().set_delays(0, 0);
     (w.settings.gpu_staging, w.settings.pinned_staging) = (2 << 20, 2 << 20);

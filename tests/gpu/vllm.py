@@ -8,8 +8,8 @@ alone. A table comes at the end, and all that was seen is in OUT/serve.json.
 
 Loaded KV is compared with KV that vLLM has in its own prefix cache: prompts are as long as whole
 chunks and a few tokens, so both compute the same last tokens in the same shapes, and every token
-must be equal. Computing the whole prompt in one piece rounds differently in 16 bits; whether it
-gives the same tokens is told and not asked for.
+must be equal. Computing the whole prompt in one piece rounds differently in 16 bits: whether it
+gives the same tokens is reported, and is no failure.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def settle(llm: Any) -> None:
-    """Until what is stored behind the answers' backs is: a server's steps go on, and with them the counters."""
+    """Waits until stores that go on after the answers have ended: makes vLLM step, as it counts with its steps, until the counters of
+    stores stand still."""
     last, still = None, 0
     for _ in range(300):
         time.sleep(0.05)
@@ -356,7 +357,7 @@ class Bench:
         one = self.step(seen, "damaged")
         failed = one["counts"].get(FAILED_LOADS, 0)
         self.row("damage", f"{flipped} pages damaged, {failed:.0f} loads failed", flipped > 0 and failed > 0)
-        # Computed in whole, or behind a part that was intact: either rounding.
+        # Computed whole, or only what follows an intact part: these round differently, and both are right.
         equal = one["tokens"] is not None and all(t in (a, b) for t, a, b in zip(one["tokens"], want, computed, strict=True))
         self.row("damage", "answers equal", equal)
         self.loads("damage", seen, want, "repaired")
@@ -484,13 +485,13 @@ class Bench:
         stored = {n: self.prompt(source, n + REST, vocab) for n in lengths}
         steps: list[dict[str, Any]] = [{"name": "warm-up", "prompts": [self.prompt(source, n, vocab)], "transfer": skip} for n in lengths]
         for n in lengths:
-            # More than once: what finds no memory to wait for the drive in is not stored the first time.
+            # More than once: a chunk for which `store_staging` has no room is not stored the first time.
             steps += [{"name": f"store {n}", "prompts": [stored[n]], "reset": True}] * 3
         for _ in range(self.asked.rounds):
             for n in lengths:
                 steps.append({"name": f"computed {n}", "prompts": [self.prompt(source, n + REST, vocab)], "transfer": skip, "reset": True, "settle": False})
                 steps.append({"name": f"loaded {n}", "prompts": [stored[n]], "reset": True, "settle": False})
-        # Behind its 15 measurements the connector does what is quicker.
+        # After 15 measurements of each rate the connector does what is faster.
         for _ in range(self.asked.decisions):
             steps.append({"name": "own choice", "prompts": [stored[lengths[0]]], "reset": True, "settle": False})
         more = {"capacity": "24GiB" if self.cuda else "2GiB"} | more
@@ -571,7 +572,7 @@ class Bench:
 
         computed = self.step(seen, "computed")["tokens"]
         self.row("blend", f"segments stored: {counted('stores', 'segments_stored')} of {count}", counted("stores", "segments_stored") == count)
-        # In whole or in two pieces: either rounding is computing's own.
+        # vLLM computes it in one piece or in two, which round differently; both are right.
         wanted = {"all anew": (0, [computed, self.step(seen, "behind it")["tokens"]]), "in place": (piece, [self.step(seen, "prefix")["tokens"]])}
         for name, (reused, want) in wanted.items():
             told = counted(name, "tokens_reused"), counted(name, "tokens_recomputed")
@@ -586,8 +587,8 @@ class Bench:
         self.row("blend", "computed again: answers equal", bool(computed) and self.step(seen, "computed again")["tokens"] == computed)
 
     def blend_times(self, limit: float, part: str = "blend", **more: Any) -> None:
-        """Time to the first token of 16 segments of 240 tokens and 256 more, in another order each time. Behind the beginning each segment
-        ends with a chunk."""
+        """Time to the first token of 16 segments of 240 tokens and 256 more, in another order each time. A segment is stored behind the 16
+        tokens of the beginning, so with them it fills a chunk."""
         source, vocab = random.Random(17), sizes("8b" if self.cuda else "tiny")["vocab_size"]
         count, piece, begin, question = (16, 240, 16, 240) if self.cuda else (4, 96, 32, 32)
         made, places = self.segmented(source, begin, count, piece, question, vocab)
@@ -641,7 +642,6 @@ class Bench:
             make_model(self.work / "8b", "8b", self.dtype, False, "cpu")
         beside = [p for p in ANSWERS if p in self.asked.parts and p not in ("restart", "damage")]
         with ThreadPoolExecutor(self.asked.beside) as pool:
-            # Threads start one after the other: what is first compiles kernels for all.
             for part, running in [(p, pool.submit(getattr(self, p))) for p in beside]:
                 self.ended(part, running)
         for part in (p for p in TIMED if p in self.asked.parts):

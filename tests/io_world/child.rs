@@ -16,7 +16,7 @@ use forebay::io::{AlignedBuf, TrialMemory, cufile_trial};
 const CHILD: &str = "FOREBAY_TEST_CHILD";
 const TRIAL: &str = "FOREBAY_TEST_TRIAL_DIR";
 const TRIAL_GPU: &str = "FOREBAY_TEST_TRIAL_GPU";
-/// Trials use the memory of the GPU that they are told.
+/// Trials use the memory of the GPU that they are given.
 pub const WITH_CUDA: &str = "FOREBAY_TEST_WITH_CUDA";
 
 /// The test program's answer to `--cufile-trial`: a trial with host memory, where the program is

@@ -111,7 +111,7 @@ pub fn filled(len: usize, seed: u64) -> Buf {
     buf
 }
 
-/// What the copies do.
+/// Controls of the copies, and their counts.
 #[derive(Default)]
 pub struct Control {
     held: Mutex<bool>,

@@ -101,7 +101,8 @@ inline std::vector<u16> exp4_values(Random& random) {
     for (u32 at = 0; at < count; ++at) {
         const u32 noise = (u32)(random.next() >> 32);
         u32 exponent = base + noise % kinds;
-        // What a sample does not see is an escape of a likely dictionary, and not of the best one.
+        // With `unseen`, rare exponents lie only where the encoder's sample of every 13th value does not look, so that its first
+        // dictionary, made of the sample, lacks exponents that the one made of all values has.
         if (others != 0 && random.one_in(others) && (!unseen || at % 13 != 0)) exponent = noise >> 8;
         values[at] = (u16)((noise >> 16 & 0x807f) | (exponent & 255) << 7);
     }
@@ -123,7 +124,7 @@ inline void test_exp4(Random& random, Launcher& launcher) {
     for (u32 i = random.between(1, 3); i > 0; --i) {
         values.push_back(exp4_values(random));
         const std::size_t count = values.back().size(), blocks = (count + 127) / 128;
-        // Behind the values, the numbers of escapes.
+        // Behind the values is room for the segments' numbers of escapes.
         raw.emplace_back(blocks * 256 + (blocks + 127) / 128 * 4);
         raw.back().fill(random);
         std::memcpy(raw.back().data(), values.back().data(), 2 * count);
@@ -151,7 +152,7 @@ inline void test_exp4(Random& random, Launcher& launcher) {
         launcher.check(fit[i] == !expected.empty(), "whether it fits" + which);
         launcher.check(expected.empty() || coded[i].copy() == expected, "coded bytes" + which);
         launcher.check(std::memcmp(raw[i].data(), values[i].data(), 2 * values[i].size()) == 0, "values changed" + which);
-        // What is decoded: that; or noise without escapes; or noise, which must touch nothing outside, whatever its list says.
+        // What is decoded: the coded extent; or noise without escapes; or noise, whose escapes must lead to no access out of bounds.
         kinds.push_back(expected.empty() ? random.between(1, 2) : random.of({0u, 0u, 1u, 2u}));
         if (kinds[i] > 0) coded[i].fill(random);
         if (kinds[i] == 1) {

@@ -12,7 +12,7 @@ import pytest
 os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 
 
-#: What LMCache makes of each of its two types.
+#: The class of ours that LMCache makes for each of its two adapter types.
 DOORS = {"plugin": "Adapter", "native_plugin": "Connector"}
 
 

@@ -11,8 +11,8 @@ matters:
 
 Everything happens in a copy of the tree under target/mutants; its build is kept from run to run. `build` has to succeed, for a
 mutant that does not compile has not been killed by a test; where it fails, the mutant is an error of the list. `test` has to
-fail, within the time limit; a mutant that makes it hang is killed too, and said to be. First both have to succeed without a
-mutant. With --update the table of results replaces the text between the two marks of the list's name in FILE.md.
+fail, within the time limit; a mutant that makes it hang is killed too, and listed as "killed (hangs)". First both have to succeed
+without a mutant. With --update the table of results replaces the text between the two marks of the list's name in FILE.md.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def refresh() -> None:
 
 
 def run(command: str) -> tuple[str, str]:
-    """"passed", "failed" or "hangs", and the end of what it said."""
+    """Runs a command in the copy: "passed", "failed" or "hangs", and the end of its output."""
     try:
         done = subprocess.run(
             ["timeout", str(TIMEOUT_S), "bash", "-c", command], cwd=COPY, capture_output=True, text=True, errors="replace"

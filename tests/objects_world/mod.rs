@@ -1,4 +1,5 @@
-//! An object store over a temporary directory, and objects whose bytes follow from key and version.
+//! An object store over a temporary directory, and objects whose bytes follow from key and version;
+//! `held.rs` has a queue whose requests a test can hold.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub(crate) mod held;
@@ -183,8 +184,9 @@ pub(crate) fn rebuild_index(dir: &Path) {
     }
 }
 
-/// Puts objects that are asked for, by `put_one`, among others that are not, until reclaim has moved
-/// some; every other one is gone by then. What is found of them must have the bytes of `bytes_of`.
+/// Puts objects that are asked for, by `put_one`, among others that are not, until reclaim has
+/// moved some; every other one is gone by then. What is found of them must have the bytes of
+/// `bytes_of`.
 pub(crate) fn check_moves(
     dir: &Path,
     codec: Codec,

@@ -1,5 +1,8 @@
 //! Small logs over a temporary directory, values that tell key and put apart, and child processes
 //! of the test binary.
+//!
+//! `told.rs` has the child processes and the model of what they may leave, `loop_disk.rs` real file
+//! systems that can be shut down, `rng.rs` random numbers.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part")]
 
 use std::path::Path;

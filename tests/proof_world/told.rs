@@ -1,5 +1,5 @@
-//! A child process that works on a log and tells each step, and what its steps allow a load to give
-//! after whatever ended it.
+//! A child process that works on a log and prints each step, and the model of what its steps allow
+//! a load to give, however the child ended.
 
 #![allow(clippy::panic, reason = "a wrong answer fails the test")]
 
@@ -17,17 +17,17 @@ use forebay::log::{Log, LogOptions};
 
 use super::{Rng, get, key, put, put_of};
 
-/// Keys of which every step is told; as many more are stored beside them, of which only the bytes
-/// count.
+/// Keys whose steps are all printed. As many more are stored beside them, whose bytes alone are
+/// checked.
 pub const KEYS: u64 = 40;
 
 /// Tenants, the first of which is none; a key's is its number modulo this.
 const TENANTS: u64 = 4;
 
-/// Steps that a child does after it was told that its file system is gone.
+/// Steps that a child does after it has learned that its file system is gone.
 const STEPS_AFTER: u32 = 40;
 
-/// A cache that never has to give up a chunk that counts: what it loses is lost.
+/// A cache that never has to evict a chunk that is checked: one that is missing was lost.
 pub fn options(dir: &Path) -> LogOptions {
     LogOptions { capacity_bytes: 64 << 20, reclaim_write_budget: 1.0, ..super::options(dir) }
 }
@@ -43,8 +43,8 @@ pub fn say(line: &str) {
     out.flush().unwrap();
 }
 
-/// Stores, removes keys, tenants and everything, and flushes. Every step is told before it begins,
-/// and when it has returned.
+/// Stores, removes keys, tenants and everything, and flushes. Every step is printed before it
+/// begins and when it has returned.
 pub struct Work<'a> {
     pub log: &'a Log,
     pub seed: u64,
@@ -132,7 +132,7 @@ impl Work<'_> {
     }
 }
 
-/// A child process that tells its steps.
+/// A child process that prints its steps.
 pub struct Teller {
     process: Child,
     lines: Receiver<(u128, String)>,
@@ -156,12 +156,12 @@ impl Teller {
         Self { process, lines, reader: Some(reader) }
     }
 
-    /// Tells the child something.
+    /// Sends the child a line.
     pub fn order(&mut self, order: &str) {
         writeln!(self.process.stdin.as_ref().unwrap(), "{order}").unwrap();
     }
 
-    /// Hears what is told until then; whether the child still lives.
+    /// Takes in what the child prints until then. Returns whether the child still lives.
     pub fn listen(&self, until: Instant, model: &mut Model) -> bool {
         loop {
             match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
@@ -171,8 +171,8 @@ impl Teller {
         }
     }
 
-    /// Hears what is told until `wanted` comes. The child must not end before, nor any call take
-    /// too long.
+    /// Takes in what the child prints until `wanted` comes. The child must not end before, nor any
+    /// call take too long.
     pub fn await_line(&mut self, wanted: &str, model: &mut Model) -> Result<(), String> {
         let mut last = String::new();
         loop {
@@ -191,7 +191,7 @@ impl Teller {
         }
     }
 
-    /// Kills the child, unless it has ended, and hears what it had told.
+    /// Kills the child, unless it has ended, and takes in what it had printed.
     pub fn end(mut self, model: &mut Model) -> ExitStatus {
         self.process.kill().unwrap();
         let status = self.process.wait().unwrap();
@@ -208,18 +208,18 @@ impl Drop for Teller {
     }
 }
 
-/// What was told, turned into what a load may give.
+/// What a load may give, by what the child has printed.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     /// Of each key the versions that are allowed now, oldest first; 0 is a miss.
     pub may: BTreeMap<u64, Vec<u64>>,
     /// Steps that ended with an error.
     pub erred: u64,
-    /// The last key that was told as stored, where keys are only counted.
+    /// The last key that was printed as stored, where keys are only counted.
     pub stored: u32,
     storing: bool,
     storing_beside: bool,
-    /// What was told since the last check, and when.
+    /// What was printed since the last check, and when.
     trace: Vec<(u128, String)>,
 }
 
@@ -295,8 +295,8 @@ impl Model {
         self.may.entry(k).or_insert_with(|| vec![0])
     }
 
-    /// Loads every key: each must give what it may, and nothing else from then on. What every key
-    /// gave, 0 for a miss; those that were stored beside included.
+    /// Loads every key: each must give what it may, and nothing else from then on. Returns what
+    /// every key gave, 0 for a miss; also those that were stored beside.
     pub fn verify(&mut self, log: &Log, whence: &str) -> Vec<u64> {
         let found: Vec<u64> = (0..2 * KEYS).map(|k| get(log, &key(k as u32)).unwrap_or(0)).collect();
         for (k, version) in (0..KEYS).zip(&found) {

@@ -1,4 +1,6 @@
 //! A real S3 server (s3s-fs) in a thread, whose answers a test may spoil.
+//!
+//! `machine.rs` has caches that use it, `serve.rs` is the server as a program of its own.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::collections::HashMap;
@@ -27,7 +29,7 @@ use tokio::sync::oneshot;
 pub(crate) const BUCKET: &str = "kv-cache";
 const ACCESS: &str = "test";
 const SECRET: &str = "not-a-secret";
-/// What a limited network sends at once: many, as a timer is late by a millisecond.
+/// Bytes that a limited network sends at once: many, because timers are late by a millisecond.
 const PACKET_BYTES: usize = 1 << 20;
 
 /// What happens to a request.
@@ -39,7 +41,7 @@ pub(crate) enum Spoil {
     Status(u16),
     /// One byte of the answer is another.
     WrongByte,
-    /// The answer is of some other object's bytes: each of them is another.
+    /// Every byte of the answer is another, as if it were of some other object.
     WrongBytes,
     /// The connection ends within the answer.
     Cut,
@@ -47,7 +49,7 @@ pub(crate) enum Spoil {
     Short,
     /// There is no answer.
     Stall,
-    /// The answer stops in the middle and goes on never.
+    /// The answer stops in the middle and never goes on.
     StallWithin,
     /// The answer comes a few bytes at a time.
     SlowLoris,
@@ -160,8 +162,8 @@ impl Server {
         *self.shared.plan.lock() = Box::new(plan);
     }
 
-    /// From now on a read that was answered before is answered from memory, at once: the server then
-    /// is no measure of anything.
+    /// From now on a read that was answered before is answered from memory, at once: the server
+    /// then does not limit what is measured.
     pub(crate) fn remember(&self) {
         *self.shared.answers.lock() = Some(HashMap::new());
     }

@@ -1,5 +1,6 @@
-//! The S3 server of the tests as a program, for tests that are not Rust: `s3-server DIR` serves DIR,
-//! prints the variables that a client needs and an empty line, and ends with its standard input.
+//! The S3 server of the tests as a program, for tests that are not Rust: `s3-server DIR` serves
+//! DIR, prints the variables that a client needs and an empty line, and ends with its standard
+//! input.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test's program")]
 
 #[path = "mod.rs"]

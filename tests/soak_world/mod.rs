@@ -66,7 +66,7 @@ fn tokens_of(conversation: u64, n: usize) -> Vec<u32> {
     (0..n as u64).map(|i| Rng::of(conversation + 1, i).next() as u32 >> 1).collect()
 }
 
-/// One slot's bytes in one layer: the version, and a pattern of everything that they are of.
+/// One slot's bytes in one layer: the version, and a pattern that follows from all arguments.
 fn value(conversation: u64, position: usize, layer: usize, (version, len): (u64, usize)) -> Vec<u8> {
     let mut at =
         (conversation << 40 ^ (position as u64) << 8 ^ layer as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ version;
@@ -298,8 +298,8 @@ impl Worker<'_> {
         if self.rng.one_in(2) {
             return;
         }
-        // A lock that waited would be had when the other writers stop, and the clear be the last
-        // thing that is done.
+        // A blocking lock would be granted only when the other writers stop: the clear would be the
+        // last step of all.
         let had = (0..200).any(|_| {
             let had = self.marks.clearing.try_lock().is_ok();
             if !had {

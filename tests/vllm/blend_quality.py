@@ -42,7 +42,7 @@ WITHOUT = "without an anchor"
 
 
 def windows(tokenizer: Any, count: int) -> list[list[int]]:
-    """So many texts, evenly spaced over all pages without tables and code."""
+    """`count` texts, evenly spaced over the text of all pages, which has no tables and no code."""
     pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
     text = "\n".join(page.read_text() for page in [*pages, *sorted((ROOT / "docs").glob("*.md"))] if page != PAGE)
     text = re.sub(r"^\|.*\n|^!\[.*\n|^<!--.*\n", "", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)

@@ -82,7 +82,7 @@ class Answers:
 
 
 def prompts(encode: Callable[[str], list[int]], count: int) -> list[Prompt]:
-    """So many, the same every time."""
+    """`count` prompts, the same every time."""
     source, made = random.Random(SEED), []
     for _ in range(count):
         places, names = source.sample(PLACES, DOCUMENTS), source.sample(NAMES, NAMED)

@@ -31,7 +31,7 @@ SOURCE = random.Random(SEED)
 
 
 def tokens(count: int) -> list[int]:
-    """Random ones."""
+    """Random token ids."""
     return [SOURCE.randrange(4, 512) for _ in range(count)]
 
 
@@ -81,7 +81,7 @@ class Server:
         )
 
     def generate(self, prompt: dict[str, Any]) -> dict[str, Any]:
-        """Tokens, and how many of the prompt's were not computed."""
+        """The tokens of an answer, and how many of the prompt's were not computed."""
         sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
         (made,) = self.llm.generate([prompt], sampling, use_tqdm=False)
         return {"tokens": list(made.outputs[0].token_ids), "cached": made.num_cached_tokens}
@@ -142,7 +142,7 @@ def exactness(server: Server, blend: Blend) -> dict[str, Any]:
 
 
 def runs(server: Server) -> dict[str, Any]:
-    """Some runs of rows computed anew from noise, among rows that are exact, against a pass over all rows."""
+    """Some runs of rows, overwritten with noise and computed anew among rows that are exact, against a pass over all rows."""
     prompt, _ = prompt_of((0, 1), QUESTION)
     blender = server.blender
     nested, rows = blender._nested, [*range(37, 53), 130, 131, *range(300, 341)]
@@ -257,7 +257,7 @@ def thresholds(server: Server) -> dict[str, Any]:
     blender._nested.forward(list(range(mixed.exact, places[-1][1])), far)
     reused = [row for row in reused if row < until]
     share = sorted(found[row][0] / found[row][1] for row in reused)
-    # Between two tokens' shares: rounding decides nothing.
+    # A threshold between two tokens' deviations, so that rounding decides nothing.
     middle = (share[len(share) // 2 - 1] + share[len(share) // 2]) / 2
 
     def chosen(ratios: list[float], given: list[float]) -> list[int]:
@@ -320,7 +320,7 @@ def holes(server: Server, blend: Blend, cache: Path) -> dict[str, Any]:
         made = server.generate(blended.prompt)
         seen[name] = {"states": [one.state for one in blended.segments], "right": made["tokens"] == plain, "cached": made["cached"]}
 
-    # Turned the wrong way, and by pairs of the other order.
+    # Keys that are turned the wrong way, or with their elements paired wrongly: the gate must notice.
     segments = server.blender._segments
     rotary = segments._rotary
     half = rotary[0].table.shape[1] // 2
@@ -349,7 +349,7 @@ def segments_space(server: Server) -> str:
 
 
 def refused(blend: Blend) -> dict[str, str]:
-    """What arguments that make no sense are told."""
+    """The errors of arguments that make no sense."""
     prompt = tokens(100)
     asked: dict[str, dict[str, Any]] = {
         "none": {"segments": []},

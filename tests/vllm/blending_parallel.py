@@ -24,12 +24,12 @@ class Requests:
     """Requests of a server with `enable_blending`."""
 
     def __init__(self, server: Server) -> None:
-        """Of this server."""
+        """Nothing is sent or counted yet."""
         self.server = server
         self.counted: Counter[str] = Counter()
 
     def answer(self, prompt: list[int], places: list[tuple[int, int]], **more: Any) -> dict[str, Any]:
-        """Of one request that blends, with what was counted for it."""
+        """The answer to one request that blends, with what was counted for it."""
         assert self.server.llm.reset_prefix_cache()
         asked = {"forebay.segments": places, "forebay.blend_anchor": len(ANCHOR)} | {f"forebay.{name}": value for name, value in more.items()}
         sampling = SamplingParams(
@@ -89,10 +89,10 @@ def main() -> None:
     seen["script"] = server.generate(made.prompt) | {"states": [one.state for one in made.segments], "recomputed": made.recomputed, "again": again.was_there}
     layered = blend.blend(prompt, places, select="deviation", ratio=SHARES, check_layer=LAYERS)
     seen["layers"] = server.generate(layered.prompt) | {"recomputed": layered.recomputed}
-    # What about half of the tokens reach.
+    # A threshold that about half of the tokens reach.
     bounded = blend.blend(prompt, places, select="deviation", ratio=1.0, threshold=1.2)
     seen["bounded"] = server.generate(bounded.prompt) | {"recomputed": bounded.recomputed}
-    # What one worker has lost none of them uses.
+    # A segment that one worker has lost is used by none.
     spaces = set(server.llm.collective_rpc(flushed))
     shards = sorted(folder for space in spaces for folder in (Path(cache) / space).glob("pp*"))
     seen["shards"] = [folder.name for folder in shards]

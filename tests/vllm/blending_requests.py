@@ -2,7 +2,8 @@
 can be looked at.
 
 Usage: blending_requests.py MODEL CACHE RESULT. Writes what it saw as JSON; test_blend_requests.py
-says what it must be. Prompts in pieces of 128 tokens, prefix caching, asynchronous scheduling.
+says what it must be. Prompts are computed in pieces of 128 tokens, with prefix caching and
+asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Requests:
     """Requests of a server with `enable_blending`."""
 
     def __init__(self, model: str, cache: Path) -> None:
-        """As a user starts it."""
+        """Starts a server as a user does."""
         self.server = Server(model, cache, enable_blending=True)
         self.engine = self.server.llm.llm_engine
         core = self.engine.engine_core.engine_core
@@ -59,8 +60,8 @@ class Requests:
         return [layer.kv_cache[at].clone().flatten().view(torch.uint8) for layer in layers]
 
     def answers(self, *sent: str, look: int = 0) -> dict[str, dict[str, Any]]:
-        """Runs the server until all is answered; the KV of the first `look` tokens of each, seen
-        when its first token came."""
+        """Runs the server until all is answered: the answers to `sent`, each with the KV of its
+        first `look` tokens, read when its first token came."""
         found: dict[str, dict[str, Any]] = {}
         kv: dict[str, list[torch.Tensor]] = {}
         while self.engine.has_unfinished_requests():
@@ -73,7 +74,7 @@ class Requests:
         return {one: found[one] for one in sent}
 
     def answer(self, prompt: list[int], asking: Asking | None = None, salt: str | None = None, look: int = 0) -> dict[str, Any]:
-        """Of one request alone."""
+        """The answer to one request that runs alone."""
         sent = self.add(prompt, asking, salt)
         return self.answers(sent, look=look)[sent]
 
@@ -88,12 +89,12 @@ class Requests:
 
 
 def asking(places: list[tuple[int, int]], **more: Any) -> Asking:
-    """Of a prompt of `prompt_of`."""
+    """What a request with a prompt of `prompt_of` has in `kv_transfer_params`."""
     return {"forebay.segments": places, "forebay.blend_anchor": len(ANCHOR)} | {f"forebay.{name}": value for name, value in more.items()}
 
 
 def evict(of: Requests, prompt: list[int], of_prompt: Asking, kept: int) -> None:
-    """Takes all but the first blocks of a blended request out of vLLM's prefix cache."""
+    """Runs a blended request, and takes all but its first blocks out of vLLM's prefix cache."""
     sent = of.add(prompt, of_prompt)
     while not of.engine.step():
         pass
@@ -162,8 +163,8 @@ def offline(of: Requests) -> dict[str, Any]:
 
 
 def together(of: Requests) -> dict[str, Any]:
-    """Two blends in other orders and two others at once, against each alone; the rows of each step
-    are counted."""
+    """Two blends of the same segments in different orders, and two plain requests, all at once,
+    against each alone; the rows that are blended in each step are counted."""
     orders = [prompt_of((1, 2, 0), QUESTION), prompt_of((0, 1, 2), QUESTION)]
     others = [tokens(300), tokens(200)]
 
@@ -197,7 +198,8 @@ def together(of: Requests) -> dict[str, Any]:
 
 
 def interrupted(of: Requests) -> dict[str, Any]:
-    """Aborts, before a blend, in it, and with one waiting behind it; and a preemption."""
+    """Two requests that are aborted before the first one's blend or in it, while the second one's
+    waits behind it; and a preemption."""
     prompt, places = prompt_of((1, 2, 0), QUESTION)
     pool, seen = of.scheduler.kv_cache_manager.block_pool, {}
     alone = of.answer(prompt, asking(places), "not interrupted")["tokens"]

@@ -36,7 +36,7 @@ def environment(home: Path, separate: bool = False) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
         "HOME": str(home),
-        # What vLLM learns of a model's code in a process of its own, which it starts where it does not find it here.
+        # Kept from run to run: what vLLM finds out about a model's code, for which it would start a process each time.
         "VLLM_CACHE_ROOT": str(HERE.parent.parent / "target" / "vllm-cache"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }

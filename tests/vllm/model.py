@@ -63,7 +63,7 @@ WINDOW = 64
 
 
 def gemma(folder: Path, dtype: str, seed: int = 1234) -> None:
-    """Three layers with a sliding window to one of full attention, as Gemma 3 mixes them."""
+    """Gemma 3 with three layers of a sliding window and one of full attention."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 

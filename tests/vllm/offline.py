@@ -28,7 +28,7 @@ class Round:
     keep: bool = False
     """vLLM's own prefix cache is left as the round before left it."""
     lost: list[str] = field(default_factory=list)
-    """Directories that are emptied before it, under the running server."""
+    """Directories that are emptied before the round, under the running server."""
 
 
 @dataclass
@@ -78,10 +78,10 @@ def arguments(spec: Spec) -> dict[str, Any]:
 
 
 class ZeroStored:
-    """Wraps the worker's half; only with the engine in this process."""
+    """Makes the connector's worker store zeros while `on`; only with the engine in this process."""
 
     def __init__(self) -> None:
-        """Off until told."""
+        """Wraps the worker's methods; off at first."""
         from forebay.vllm.working import WorkerHalf
 
         self.on = False
@@ -101,13 +101,14 @@ class ZeroStored:
 
 
 TOLD = ("forebay_stored", "forebay_saves", "forebay_already_there", "kv_offload")
-"""Parts of the names of counters that tell of stores."""
+"""Parts of the names of counters of stores."""
 STILL = 3
-"""So often in a row they must not have changed."""
+"""How often in a row the counters must be the same."""
 
 
 def settle(llm: Any) -> None:
-    """Waits until what is stored behind the answers' backs is: a server's steps go on, and with them the counters."""
+    """Waits until stores that go on after the answers have ended: makes vLLM step, as it counts with its steps, until the counters of
+    stores stand still."""
     from vllm import SamplingParams
 
     one = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)

@@ -48,7 +48,8 @@ pub(crate) enum Command {
     /// Copy a cache to a remote store, or from there to a drive, ahead of time.
     #[command(subcommand)]
     Sync(crate::sync::SyncCommand),
-    /// Say what would stop or slow a cache on this machine and in a directory, each with its remedy.
+    /// Say what would stop or slow a cache on this machine and in a directory, each with its
+    /// remedy.
     Probe(crate::probe::ProbeArgs),
     /// Check a cache's files, print what its index lists, or make a damaged index anew.
     #[command(subcommand)]

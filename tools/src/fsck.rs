@@ -29,7 +29,8 @@ pub(crate) enum FsckCommand {
     /// Make the index of damaged lanes anew, from their slots and what is left of the old index.
     #[command(after_help = REBUILD_HELP)]
     Rebuild(RebuildArgs),
-    /// Drop chunks whose bytes are damaged, lanes without data, and a damaged BUDGET file.
+    /// Drop chunks whose bytes are damaged and lanes without data, and rewrite a damaged BUDGET
+    /// file.
     Repair(repair::RepairArgs),
 }
 
@@ -89,7 +90,7 @@ fn remedy(directory: &Path, files: &LaneDir, what: &str) -> String {
     if files.is_lost() {
         return format!("forebay fsck repair {directory}");
     }
-    // Of another version, a lane cannot be made anew: the error itself says what can be done.
+    // A lane of another version cannot be rebuilt: the error itself says what can be done.
     match RawLane::read(files) {
         Err(e) if e.kind() == ErrorKind::Incompatible => what.to_owned(),
         _ => format!("forebay fsck rebuild {directory}"),
@@ -157,7 +158,7 @@ fn check(place: &CacheArgs, context: &Context) -> Result<Outcome> {
                 let place = d["file"].as_str().map_or_else(String::new, |file| format!("{file} at {}: ", d["offset"]));
                 out::print(&format!("  damaged: {place}{what}\n"))?;
             }
-            // That of another version is in the error.
+            // Of a lane of another version the damage is the remedy as well.
             if let Some(remedy) = r["remedy"].as_str().filter(|help| Some(*help) != r["damage"][0]["what"].as_str()) {
                 out::print(&format!("  remedy: {remedy}\n"))?;
             }

@@ -1,4 +1,4 @@
-//! What reads files from outside, for the fuzz targets in `fuzz/`; no interface of the program.
+//! The program's parsers of files from outside, for the fuzz targets in `fuzz/` only.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ pub fn job_file(text: &str) {
     let _ = bench::jobfile::parse(text, &[]);
 }
 
-/// Reads a file of a KV dump as `warm import` does, but for the tensors' data.
+/// Reads a file of a KV dump as `warm import` does, except for the tensors' data.
 pub fn safetensors_import(path: &Path) {
     for shape in [
         warm::KvShape::Auto,

@@ -52,7 +52,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             u8::try_from(e.exit_code()).unwrap_or(out::EXIT_USAGE)
         }
     };
-    // Within another program nobody does it at the end.
+    // The Python package runs this in its own process, which does not flush it at its end.
     let _ = std::io::stdout().flush();
     code
 }

@@ -31,8 +31,8 @@ pub(crate) struct LsArgs {
     /// Also tell how old each chunk is, in seconds; reads the header of every chunk.
     #[arg(long, conflicts_with = "namespaces")]
     age: bool,
-    /// List what this remote store (a `remote_url`) has too, and tell of each chunk where it is; with
-    /// the credentials of the environment.
+    /// List what this remote store (a `remote_url`) has too, and tell of each chunk where it is;
+    /// with the credentials of the environment.
     #[arg(long, value_name = "URL", conflicts_with = "namespaces")]
     remote: Option<String>,
 }
@@ -81,7 +81,8 @@ impl RemoteChunks {
         shard.is_some_and(|objects| objects.remove(&key).is_some())
     }
 
-    /// Rows of what is left; only its header says how many tokens a chunk has.
+    /// Rows of the chunks that are not on the drive. They have no tokens, depth and expiry: only a
+    /// chunk's header says those.
     fn rest(self) -> impl Iterator<Item = Value> {
         self.0.into_iter().flat_map(|((namespace, shard), objects)| {
             objects.into_values().map(move |object| {

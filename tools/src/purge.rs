@@ -37,7 +37,8 @@ pub(crate) struct PurgeArgs {
     /// store's namespace. Alone, it means everything in it.
     #[arg(long, value_name = "NS")]
     namespace: Option<String>,
-    /// Delete it in this remote store too (a `remote_url`), with the credentials of the environment.
+    /// Delete it in this remote store too (a `remote_url`), with the credentials of the
+    /// environment.
     #[arg(long, value_name = "URL")]
     remote: Option<String>,
     /// Do not ask.
@@ -134,7 +135,7 @@ fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Con
     let mut done = purge(&args.directory, &t.namespace, &t.shard, what)?;
     if let Some(url) = &args.remote {
         remove_remotely(url, t, what)?;
-        // What a server has fetched before it was deleted there.
+        // A server may have fetched chunks again before they were deleted in the remote store.
         match purge(&args.directory, &t.namespace, &t.shard, what) {
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             again => done.freed_bytes += again?.freed_bytes,

@@ -1,5 +1,5 @@
-//! SIGINT and SIGTERM as a question that long work asks from time to time, so that it ends in
-//! order: prints what it has measured, removes what it has made.
+//! SIGINT and SIGTERM set a flag that long work checks from time to time, so that it ends in order:
+//! prints what it has measured, removes what it has made.
 //!
 //! A second signal ends the process at once, for somebody who does not want to wait for that.
 
@@ -10,7 +10,7 @@ use forebay::{Error, ErrorKind, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-/// The signal that came, 0 for none; empty while nobody listens.
+/// The signal that came, 0 for none; empty before [`listen`].
 static CAME: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 
 /// From now on SIGINT and SIGTERM do not end the process by themselves.
@@ -21,7 +21,7 @@ pub(crate) fn listen() -> Result<()> {
     }
     let again = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal must not find what it says itself.
+        // Handlers run in this order: the first signal must find `again` unset.
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))
             .and_then(|_| flag::register(signal, Arc::clone(&again)))
             .and_then(|_| flag::register_usize(signal, Arc::clone(&came), signal as usize))
@@ -41,7 +41,7 @@ pub(crate) fn asked() -> bool {
     signal().is_some()
 }
 
-/// An error where the work is to end; [`is_end`] knows it again.
+/// An error where the work is to end; [`is_end`] recognises it.
 pub(crate) fn check() -> Result<()> {
     if asked() { Err(Error::new(ErrorKind::Cancelled, "interrupted")) } else { Ok(()) }
 }

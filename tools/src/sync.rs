@@ -3,8 +3,8 @@
 //!
 //! The work is that of the remote tier: uploads read the drive again and check it, and put what the
 //! store does not have; what is brought is checked before it is written. So either way may end at
-//! any point, and goes on from there when it is run again. What a chunk of the cache is, its
-//! description in the cache or in the store says.
+//! any point, and goes on from there when it is run again. The geometry is that of the description
+//! in the cache or in the store.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -36,9 +36,9 @@ use crate::stop;
 
 /// How often progress is looked at.
 const TICK: Duration = Duration::from_millis(100);
-/// How long the store may do nothing at all.
+/// How long the store may fail without a break.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long all may take: for ever.
+/// How long all may take: as good as without end.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long closing may take.
 const CLOSE: Duration = Duration::from_secs(30);
@@ -182,7 +182,7 @@ struct Job<T> {
     chunks: u64,
     /// Those that are to be moved.
     items: Vec<T>,
-    /// Bytes of them at most.
+    /// Bytes of them that are moved at most.
     limit: u64,
 }
 
@@ -232,7 +232,7 @@ impl Sync<'_> {
                 continue;
             }
             let mut slots: Vec<_> = slots.into_iter().map(|(key, (depth, bytes))| (depth, key.0, key, bytes)).collect();
-            slots.sort_unstable_by_key(|(depth, bytes, ..)| (*depth, *bytes));
+            slots.sort_unstable_by_key(|(depth, key, ..)| (*depth, *key));
             let chunks = slots.len() as u64;
             let mut moved = 0;
             let mut fits = |bytes: u64| {
@@ -355,7 +355,8 @@ impl Watch {
 }
 
 impl ShardReport {
-    /// What the tier counts as not moved; what was not reached, or has gone, is no failure.
+    /// Takes over the counts of chunks that were not moved. That a chunk was not reached, or has
+    /// left the drive, is no failure.
     fn fail(&mut self, causes: &[(&'static str, u64)]) {
         let fails = |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space");
         let failed = causes.iter().filter(|(cause, n)| *n > 0 && fails(cause));

@@ -1,5 +1,5 @@
-//! `forebay stat`, `purge`, `fsck rebuild` and `fsck repair` over caches of a real log, beside its server and
-//! after it.
+//! `forebay stat`, `purge`, `fsck rebuild` and `fsck repair` over caches of a real log, beside its
+//! server and after it.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
 
 mod common;

@@ -155,7 +155,7 @@ impl Bench {
         self.clone()
     }
 
-    /// Moves everything once; the time until the last byte was there.
+    /// Moves everything once; returns the time until the last byte was there.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for moves of pinned memory on the host, and what a job failed
@@ -265,7 +265,8 @@ impl Bench {
         let Some(pinned) = &self.0.pinned else { return };
         for at in (0..pinned.len() & !7).step_by(8) {
             let word = (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            // SAFETY: 8 bytes inside the region, which nobody else uses yet; it is aligned to pages.
+            // SAFETY: 8 bytes inside the region, which nobody else uses yet; it is aligned to
+            // pages.
             unsafe { pinned.as_mut_ptr().add(at).cast::<u64>().write(word) };
         }
     }
@@ -349,7 +350,7 @@ fn like_kv(kv: &PagedKv) -> Result<()> {
     Ok(())
 }
 
-/// Chunk `chunk` in blocks of its own, in an order that is not theirs in memory.
+/// Chunk `chunk` in blocks of its own, in an order other than that in memory.
 fn plan(chunk: usize, tokens: usize, num_blocks: u32) -> Result<ChunkPlan> {
     let block = BLOCK_TOKENS as usize;
     let blocks = (tokens / block).max(1);

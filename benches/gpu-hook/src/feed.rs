@@ -1,4 +1,4 @@
-//! Loads in the background: the same way again and again, at a rate, on a thread of its own.
+//! Loads in the background: the same bytes again and again, at a rate, on a thread of its own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,7 +38,7 @@ impl Feed {
         Ok(Self { stop, thread })
     }
 
-    /// Bytes per second.
+    /// Ends it; returns the bytes per second that it moved.
     pub(crate) fn stop(self) -> Result<f64> {
         self.stop.store(true, Ordering::Release);
         self.thread.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "the feed panicked")))

@@ -28,7 +28,8 @@ pub struct Hook {
     feed: Option<Feed>,
 }
 
-fn told<T>(result: Result<T>, failed: T) -> T {
+/// The value, or `failed` with the error kept for [`fb_error`].
+fn or_failed<T>(result: Result<T>, failed: T) -> T {
     result.unwrap_or_else(|e| {
         LAST.with(|last| *last.borrow_mut() = CString::new(e.to_string()).unwrap_or_default());
         failed
@@ -56,8 +57,8 @@ pub extern "C" fn fb_error() -> *const c_char {
 }
 
 /// Opens `chunks` chunks of `model` on `device` (`host`, `cuda:0`), with kernels of at most
-/// `max_ctas` thread blocks (0: no limit), that take checksums or not and code with exp4 or not. Null
-/// where that fails.
+/// `max_ctas` thread blocks (0: no limit), that take checksums or not and code with exp4 or not.
+/// Null where that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_open(
     device: *const c_char,
@@ -73,13 +74,13 @@ pub extern "C" fn fb_open(
         let bench = Bench::open(&text(device)?, &text(model)?, chunks as usize, kernels)?;
         Ok(Box::into_raw(Box::new(Hook { bench, feed: None })))
     };
-    told(open(), std::ptr::null_mut())
+    or_failed(open(), std::ptr::null_mut())
 }
 
 /// Payload bytes that one call moves.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_bytes(given: *mut Hook) -> f64 {
-    told(hook(given).map(|h| h.bench.bytes() as f64), -1.0)
+    or_failed(hook(given).map(|h| h.bench.bytes() as f64), -1.0)
 }
 
 /// Moves everything once and gives the seconds: 0 scatter with CRC, 1 gather with CRC, 2 pinned
@@ -90,14 +91,14 @@ pub extern "C" fn fb_move(given: *mut Hook, what: u32) -> f64 {
         let bench = &hook(given)?.bench;
         Ok(bench.run(Move::of(what)?)?.as_secs_f64())
     };
-    told(run(), -1.0)
+    or_failed(run(), -1.0)
 }
 
 /// Bytes of the paged KV that are not what was moved last from pinned memory; -1 where that cannot
 /// be told.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_check(given: *mut Hook) -> f64 {
-    told(hook(given).and_then(|h| h.bench.wrong_bytes()).map(|n| n as f64), -1.0)
+    or_failed(hook(given).and_then(|h| h.bench.wrong_bytes()).map(|n| n as f64), -1.0)
 }
 
 /// Starts moving pinned memory to paged KV again and again, at most `bytes_per_s` (0: as fast as it
@@ -109,7 +110,7 @@ pub extern "C" fn fb_feed_start(given: *mut Hook, bytes_per_s: f64) -> i32 {
         h.feed = Some(Feed::start(h.bench.share(), bytes_per_s)?);
         Ok(0)
     };
-    told(start(), -1)
+    or_failed(start(), -1)
 }
 
 /// Stops the feed; bytes per second that it moved, or -1 where it failed or did not run.
@@ -119,7 +120,7 @@ pub extern "C" fn fb_feed_stop(given: *mut Hook) -> f64 {
         let feed = hook(given)?.feed.take();
         feed.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "no feed runs"))?.stop()
     };
-    told(stop(), -1.0)
+    or_failed(stop(), -1.0)
 }
 
 /// Closes a bench.

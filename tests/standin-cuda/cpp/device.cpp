@@ -9,7 +9,7 @@ extern "C" __attribute__((weak)) int forebay_shim_launch(const char* name, const
 static thread_local Ctx* current_ctx = nullptr;
 Ctx* current() { return current_ctx; }
 
-// Calls of the part of a server are neither counted nor failed.
+// Whether this thread plays the server: its calls are neither counted nor failed.
 static thread_local bool is_server = false;
 API void standin_server(int on) { is_server = on; }
 
@@ -38,7 +38,7 @@ API int cuInit(unsigned) {
     if (const char* n = getenv("STANDIN_CUDA_DEVICES")) G().devices = atoi(n);
     if (const char* n = getenv("STANDIN_CUDA_MEMORY")) for (auto& c : G().ctx) c.total = strtoull(n, nullptr, 10);
     if (const char* n = getenv("STANDIN_CUDA_DRIVER")) G().driver_version = atoi(n);
-    // A forked child may ask for counters, whatever the streams were doing.
+    // A stream's thread may have the lock when a process forks; the child must still be able to take it.
     pthread_atfork([] { G().mu.lock(); }, [] { G().mu.unlock(); }, [] { G().mu.unlock(); });
     G().ready = true;
   }
@@ -187,7 +187,7 @@ API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
     memcpy(values->back().data(), params[i], found->params[i]);
   }
   State& g = G();
-  // Those of descriptors go with the launch of their kernels.
+  // Copies of descriptors are counted apart from the kernels that they are for.
   g.counters[found->name == "forebay_upload" ? "uploads" : "launches"]++;
   g.counters["largest_grid"] = std::max<uint64_t>(g.counters["largest_grid"], (uint64_t)gx * gy * gz);
   std::string name = found->name;

@@ -6,7 +6,7 @@
 static constexpr size_t GRAIN = 64 << 10;
 static size_t grains(size_t n) { return (n + GRAIN - 1) / GRAIN * GRAIN; }
 
-// Guard pages lie on both sides, so that what a kernel writes out of bounds does not go unseen.
+// Guard pages lie on both sides: an access beyond the allocation, rounded up to 64 KiB, is a fault.
 static void* guarded(size_t n) {
   size_t body = grains(n), all = body + 3 * GRAIN;
   char* p = (char*)mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

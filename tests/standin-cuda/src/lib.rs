@@ -137,7 +137,7 @@ impl Standin {
         self.set("memory", ordinal, bytes);
     }
 
-    /// Sets all counters of what happened to 0; those of what is live stay.
+    /// Sets counters of what happened to 0; those of what is live and of functions' calls stay.
     pub fn clear_counters(&self) {
         self.set("counter", 0, 0);
     }

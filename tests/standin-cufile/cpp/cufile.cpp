@@ -101,7 +101,8 @@ Error simple(Op op, const char *key) {
     return {static_cast<int>(number(key, 0)), static_cast<int>(number("cu_err", 0))};
 }
 
-// The registered memory that an access lies in, or none that it touches; anything else is a mistake.
+// Whether an access lies in the buffer that is registered at `base`, or has no offset where none is; anything else is the caller's
+// mistake.
 bool in_bounds(uintptr_t base, size_t bytes, int64_t offset) {
     std::lock_guard<std::mutex> guard(lock);
     auto found = buffers.find(base);
@@ -247,7 +248,7 @@ Error cuFileGetStatsL3(void *stats) {
     return {0, 0};
 }
 
-// Calls number `after` (from now, 0 is the next) to `after + count` of `op` go wrong.
+// `count` calls of `op`, from number `after` on (0 is the next call), go wrong.
 void standin_fault(int op, long after, long count, int kind, long value) {
     std::lock_guard<std::mutex> guard(lock);
     faults.push_back({op, counts[op] + after, count, kind, value});

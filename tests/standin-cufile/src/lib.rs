@@ -53,11 +53,11 @@ impl Standin {
     /// The stand-in as it is loaded here, or to be loaded.
     #[must_use]
     pub fn here() -> Self {
-        // SAFETY: our own library, without initialisers.
+        // SAFETY: our own library; its initialisers only make its own state.
         Self(Box::leak(Box::new(unsafe { Library::new(LIBRARY) }.unwrap())))
     }
 
-    /// The calls number `after` (0 is the next one) to `after + count` of `op` go wrong.
+    /// `count` calls of `op`, from number `after` on (0 is the next call), go wrong.
     pub fn fault(&self, op: Op, after: i64, count: i64, fault: Fault) {
         let (kind, value) = match fault {
             Fault::Return(value) => (0, value),

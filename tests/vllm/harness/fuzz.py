@@ -42,7 +42,7 @@ class Tally:
     kinds: dict[str, int] = field(default_factory=dict)
 
     def kind(self, name: str) -> None:
-        """Counts one."""
+        """Counts a damage of this kind."""
         self.kinds[name] = self.kinds.get(name, 0) + 1
 
     def met_enough(self) -> None:
@@ -56,7 +56,7 @@ class Tally:
 
 
 def shape(source: random.Random, device: str) -> Shape:
-    """A server."""
+    """A server's shape, drawn."""
     asynchronous = source.random() < 0.65
     settings: dict[str, Any] = {
         "save_decode_cache": source.random() < 0.5,
@@ -78,26 +78,26 @@ def shape(source: random.Random, device: str) -> Shape:
         max_requests=source.choice((2, 4, 8)),
         batch_tokens=source.choice((32, 64, 160, 512)),
         long_prefill_tokens=source.choice((0, 0, 24)),
-        # Layer by layer is refused with it.
+        # The connector refuses `use_layerwise` with prefix caching.
         prefix_caching=not layerwise and source.random() < 0.8,
         role=source.choice(("kv_both",) * 8 + ("kv_producer", "kv_consumer")),
         device=device,
         settings=settings,
     )
-    # Of itself, so that the seeds draw what they drew before there was this.
+    # From a source of its own: what the seeds draw else is what they drew before this setting was added.
     if random.Random(repr(made)).random() < 0.2:
-        # Pools are small here: one in twenty of their blocks would hold no request until it has ended.
+        # Not the default: one in twenty of the blocks of these small pools holds no whole request.
         settings.update(store_when="finished", max_held_blocks=settings.get("max_held_blocks", 1000))
-    # As few frames as hold some requests' chunks: what is read ahead for waiting requests has to wait itself.
+    # So few frames that prefetches of waiting requests have to wait for memory.
     if random.Random(f"memory {made!r}").random() < 0.4:
         settings.update(local_cpu=True, max_local_cpu_size="128KiB")
     return made
 
 
 def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
-    """The same server with these KV cache groups; with windows loads within a step are refused, and with groups a request takes more."""
+    """The same server with these KV cache groups; with windows loads within a step are refused, and each group takes blocks for a request."""
     plain = windows == (None,)
-    # A request's end is too late for what has left a window.
+    # Refused with windows: blocks that have left a window are gone when the request ends.
     settings = {name: value for name, value in made.settings.items() if plain or name not in ("use_layerwise", "store_when")}
     return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
 
@@ -128,7 +128,7 @@ def failing(made: Shape) -> Shape:
 
 
 class Fuzz:
-    """One run."""
+    """One run: servers one after the other on the same caches."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Fuzz:
         ranks: dict[str, Any] | None = None,
         change: Callable[[Shape], Shape] = lambda made: made,
     ) -> None:
-        """Of a seed, over caches in `folder`; `ranks`: fields of `Shape`; `change`: what else is to be so."""
+        """Draws all from `seed`; caches lie in `folder`; `ranks`: fields of `Shape`; `change` is applied to each drawn shape."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
         self.device, self.windows, self.ranks, self.change = device, windows, ranks or {}, change
         self.shape = with_ranks(self._drawn(), self.ranks)
@@ -236,7 +236,7 @@ class Fuzz:
         self.tally.errors += server.errors
 
     def run(self) -> None:
-        """All of it."""
+        """Runs the servers, with damage between them."""
         before = (self.tally.loaded_tokens, self.tally.failed_loads)
         lives = self.source.choice((2, 2, 3))
         for life in range(lives):

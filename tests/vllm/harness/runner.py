@@ -50,7 +50,7 @@ class Sequence:
     """It has read wrong KV in this step."""
 
     def outputs(self, count: int) -> None:
-        """Keeps so many generated tokens."""
+        """Drops generated tokens behind the first `count`."""
         self.prefix.truncate(self.prompt_tokens + count)
 
 
@@ -139,7 +139,7 @@ class Rank:
         return right if len(right) == len(positions) else right[(positions - start).to(self.device)]
 
     def write(self, index: int, sequence: Sequence, count: int) -> None:
-        """KV of the next `count` positions in layer `index`; of no use where the layers before it have read wrong KV."""
+        """Writes the KV of the next `count` positions in layer `index`; poison where a layer before it has read wrong KV."""
         layer, start = self.layers[index], sequence.computed
         positions = self.share.own(start, start + count, self.block_tokens)
         if len(positions) == 0:
@@ -180,7 +180,7 @@ class Runner:
     asynchronous: bool
     """Whether steps are scheduled before their predecessors' outputs are known."""
     second: bool
-    """Whether it plays vLLM's second model runner, which is told resumed requests as new ones."""
+    """Whether it plays vLLM's second model runner, to which a resumed request comes as a new one."""
     sequences: dict[str, Sequence] = field(default_factory=dict)
     batch: set[str] = field(default_factory=set)
     """Requests of the step before."""
@@ -193,7 +193,7 @@ class Runner:
     fails: bool = False
     """Whether vLLM ends a request whose load failed: until it knows, the request goes on to read what was never loaded."""
     doomed: set[str] = field(default_factory=set)
-    """Such requests."""
+    """Requests that read what was never loaded, with `fails`, until they end or begin anew."""
 
     def execute(self, step: SchedulerOutput, fresh: list[tuple[int, list[int]]]) -> list[ModelRunnerOutput]:
         """Runs a step; `fresh`: blocks that were taken from the pool for it, per group. One output per worker."""

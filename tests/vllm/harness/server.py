@@ -1,7 +1,7 @@
 """One engine: vLLM's scheduler, the connector in both roles, the aggregator of the workers' outputs, and the fake runner.
 
-It steps as vLLM's EngineCore does: without asynchronous scheduling one step after the other, with it the next step is scheduled and
-started before the one before is known to the scheduler.
+It steps as vLLM's EngineCore does: without asynchronous scheduling one step after the other; with it a step is scheduled and started
+before the scheduler has the output of the step before.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Shape:
     asynchronous: bool = False
     second_runner: bool = False
     ranks: int = 2
-    """Of tensor parallelism."""
+    """Ranks of tensor parallelism."""
     stages: int = 1
-    """Of pipeline parallelism."""
+    """Stages of pipeline parallelism."""
     context: int = 1
     """Ranks of decode context parallelism, among those of tensor parallelism."""
     interleave: int = 1
-    """Tokens that go to one of them before the next one's."""
+    """Consecutive tokens whose KV one of these ranks has, before those of the next rank."""
     elsewhere: tuple[int, ...] = ()
     """Workers whose cache lies where the scheduler does not look, as on another machine."""
     blocks: int = 64
@@ -90,7 +90,7 @@ class Shape:
     windows: tuple[int | None, ...] = (None,)
     """One KV cache group for each: its sliding window."""
     depth: int = 2
-    """Layers of a group, of each stage but the last, which has one more."""
+    """Layers of a group in each stage; of several stages the last one has one more."""
     pieces: str = ""
     """A block's K and V lie apart: `outer`, each of all blocks together, or `inner`, each block's of all layers together."""
     mla: bool = False
@@ -146,7 +146,7 @@ class Asked:
     stop: list[int]
     output: list[int] = field(default_factory=list)
     finished: str | None = None
-    """Why."""
+    """Why it ended; None until it has."""
     aborted: bool = False
 
 
@@ -165,7 +165,7 @@ def _model_config(folder: Path) -> ModelConfig:
 
 
 def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
-    """vLLM's configuration of such a server; its caches lie in `folder`."""
+    """vLLM's configuration of a server of this shape; its caches lie in `folder`."""
     scheduling = SchedulerConfig(
         max_num_seqs=shape.max_requests,
         max_num_batched_tokens=shape.batch_tokens,
@@ -210,7 +210,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
 
 
 def _kv(shape: Shape, stage: int) -> KVCacheConfig:
-    """As vLLM makes it for the workers of a stage; the scheduler gets that of the first."""
+    """The KV caches of a stage's workers, as vLLM describes them; the scheduler gets the description of the first stage."""
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=_groups(shape, stage))
 
 
@@ -244,7 +244,7 @@ class Server:
     """An engine."""
 
     def __init__(self, shape: Shape, folder: Path) -> None:
-        """Starts it; `folder` holds the caches of this and of earlier ones."""
+        """Starts it; `folder` holds the caches of this server and of earlier ones."""
         self.shape, self.asked = shape, dict[str, Asked]()
         config = vllm_config(shape, folder)
         kind = AsyncScheduler if shape.asynchronous else Scheduler
@@ -293,7 +293,7 @@ class Server:
         return Rank(rank, layers, tensors, connector, 0 if shape.mla else tp_rank, share)
 
     def _watch_events(self) -> None:
-        """Keeps what the connector tells."""
+        """Keeps the KV events that the connector gives to vLLM."""
         connector, take = self.scheduler.connector, self.scheduler.connector.take_events
 
         def watched() -> list[Any]:
@@ -304,7 +304,7 @@ class Server:
         connector.take_events = watched
 
     def _watch_loads(self) -> None:
-        """Learns which blocks are loaded for which request, so that an error of another one is noticed."""
+        """Notes which blocks are loaded for which request: a request must not end for another one's failed load."""
         connector, computed = self.scheduler.connector, dict[str, int]()
         match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
@@ -322,7 +322,7 @@ class Server:
         connector.get_num_new_matched_tokens, connector.update_state_after_alloc = asked, given
 
     def _watch_pool(self) -> None:
-        """Learns which blocks are given out: what is in them until they are computed or loaded is nobody's KV."""
+        """Notes which blocks are given out, for the runner to poison: nobody may read them before they are computed or loaded."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take = pool.get_new_blocks
 
@@ -371,7 +371,8 @@ class Server:
         return any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.scheduler.requests.values())
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:
-        """One call of vLLM's `EngineCore.step`; whether there is more to do. vLLM takes aborts just before it looks at a step's output."""
+        """One call of vLLM's `EngineCore.step`; whether there is more to do. `before_update` is called where vLLM takes aborts: just before
+        it looks at a step's output."""
         if not self.scheduler.has_requests() and not self.queue:
             return False
         executed = False

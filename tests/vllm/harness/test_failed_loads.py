@@ -56,7 +56,7 @@ def test_vllm_emits_the_token_of_the_step_in_flight(second: bool, tmp_path: Path
 
 @RUNNERS
 def test_vllm_hangs_one_token_short(second: bool, tmp_path: Path) -> None:
-    # The request is to be computed anew in one step, but for the place that vLLM still keeps for the token it dropped.
+    # The prompt fills a step exactly. Computed anew it does not fit: vLLM still keeps a place for the token that it dropped.
     server = Server(Shape(asynchronous=True, second_runner=second, batch_tokens=64, **REJECTING), tmp_path)
     server.runner.strict = False
     server.ask("a", PROMPT[:64], 1)
@@ -128,8 +128,8 @@ def test_vllm_keeps_the_blocks_of_an_aborted_request_in_its_prefix_cache(
 
 @RUNNERS
 def test_vllm_preempts_no_request_before_the_failure_is_known(second: bool, tmp_path: Path) -> None:
-    # The running request needs a block in the step after the one that loads, and the other one has the last. Preempted, that one would
-    # be looked at by nobody, and its token would be sent.
+    # While the step that loads for "a" is in flight, "plain" needs a block, and "a" has the last one. If vLLM preempted "a" for it,
+    # nobody would look at the failed load, and the wrong token of "a" would be sent.
     server = Server(Shape(asynchronous=True, second_runner=second, blocks=11, **FAILING), tmp_path)
     server.runner.strict = False
     server.ask("plain", list(range(200, 245)), 20)

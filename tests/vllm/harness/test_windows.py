@@ -36,7 +36,7 @@ def test_the_seeds_met_what_they_are_for(tally: Tally) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
 def test_a_long_prompt_is_whole_again_after_a_restart(tmp_path: Path, device: str, asynchronous: bool) -> None:
     # Steps of 24 tokens end inside blocks and chunks; the pool is far smaller than what the window has left behind.
-    # On a busy machine a copy may take longer than a server would wait; then the chunk is given up, which is not asked here.
+    # On a busy machine a copy may take longer than a server would wait; then the chunk is given up, which this test is not about.
     shape = Shape(
         asynchronous=asynchronous,
         windows=(None, 40),

@@ -19,7 +19,7 @@ pub(super) enum Fate {
 /// What this program does anyway.
 const IMPLIED: [&str; 6] = ["group_reporting", "thread", "randrepeat", "invalidate", "fallocate", "clat_percentiles"];
 
-/// Keys that say what fio logs, shows and how it keeps its own books.
+/// Keys that say what fio logs and shows, and how it keeps its own records.
 const IGNORED: [&str; 57] = [
     "allow_mounted_write",
     "allrandrepeat",
@@ -80,7 +80,8 @@ const IGNORED: [&str; 57] = [
     "write_iolog",
 ];
 
-/// Keys that change what is measured: the value that asks for nothing (or none), what to do.
+/// Keys that change what is measured: the key, the value with which it changes nothing (empty where
+/// every value does), and what to do instead.
 const REFUSED: [(&str, &str, &str); 50] = [
     ("rate", "0", "remove it: forebay moves bytes as fast as it can"),
     ("rate_min", "0", "remove it: forebay moves bytes as fast as it can"),

@@ -9,8 +9,8 @@ use forebay::{Error, ErrorKind, Result};
 use super::options::{Coding, IoEngine, JobOptions, Layout, Rw};
 use crate::report::logs::LogNames;
 
-/// Largest number of operations in flight that a worker may ask for.
 const HOST: &str = "host";
+/// Largest number of operations in flight that a worker may ask for.
 const MAX_IODEPTH: usize = 4096;
 /// Largest number of workers.
 const MAX_NUMJOBS: usize = 256;
@@ -91,7 +91,7 @@ pub(crate) struct KvJob {
     pub(crate) entries: u64,
     /// Chunks in a cache that is reopened.
     pub(crate) chunks: u64,
-    /// Of each so many of them one was given up before; 0 for none.
+    /// One in so many of them is removed before that; 0 for none.
     pub(crate) one_gone_of: u64,
 }
 

@@ -1,8 +1,8 @@
 //! fio job files: `[global]` sections give defaults to the job sections after them.
 //!
 //! Every key is an option of the command line under the same name, so a section is turned into
-//! arguments and parsed by the same parser. Options that we do have are checked as strictly as on the
-//! command line. Of those that fio has and we do not, the ones that change what is measured are
+//! arguments and parsed by the same parser. Options that we do have are checked as strictly as on
+//! the command line. Of those that fio has and we do not, the ones that change what is measured are
 //! refused by name, and the others reported and ignored (`fio_keys`).
 
 use std::path::Path;
@@ -19,12 +19,11 @@ use super::options::JobOptions;
 pub(crate) struct JobFile {
     /// Section names with their options, in order.
     pub(crate) jobs: Vec<(String, JobOptions)>,
-    /// What was ignored: `section: option`.
+    /// What was ignored: `[section] option`.
     pub(crate) ignored: Vec<String>,
 }
 
-/// Reads a job file; `sections` (where not empty) names the sections to run, and `overrides` are
-/// command-line arguments that win over the file's.
+/// Reads a job file; `sections` (where not empty) names the sections to run.
 pub(crate) fn read(path: &Path, sections: &[String]) -> Result<JobFile> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io("cannot read the job file", e).at(path))?;
     parse(&text, sections).map_err(|e| e.at(path))
@@ -70,7 +69,7 @@ pub(crate) fn parse(text: &str, sections: &[String]) -> Result<JobFile> {
         }
         let all = global.iter().chain(&arguments);
         if !refused.is_empty() {
-            // The whole list comes at the end; another mistake must not hide it.
+            // The error below lists all refused keys; a mistake in this section must not hide it.
             continue;
         }
         let options = command.clone().try_get_matches_from(all).and_then(|m| JobOptions::from_arg_matches(&m));

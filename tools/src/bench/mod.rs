@@ -1,9 +1,9 @@
 //! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole
 //! engine.
 //!
-//! `options`, `jobfile` and `fio_keys` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs
-//! the engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`]; what
-//! is printed from it is `report`'s business.
+//! `options`, `jobfile` and `fio_keys` read jobs, `job` checks them, `raw` runs block I/O, `kv`
+//! runs the engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`];
+//! what is printed from it is `report`'s business.
 
 mod fio_keys;
 pub(crate) mod job;
@@ -78,7 +78,7 @@ pub(crate) enum OutputFormat {
 pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     let jobs = jobs(args)?;
     let place = jobs.first().map_or_else(PathBuf::new, Job::place);
-    // A child of ours ends with its parent, which removes what it made.
+    // A child of `--rw reopen` ends with its parent, which removes the cache.
     if !kv::is_child() {
         stop::listen()?;
     }
@@ -165,8 +165,8 @@ fn jobs(args: &BenchArgs) -> Result<Vec<Job>> {
     file.jobs.into_iter().map(|(name, options)| Job::new(options, &name)).collect()
 }
 
-/// A word that is a job file by its place, beside options of a job: most often the value of an
-/// option that takes none, as fio's `--verify crc32c`.
+/// The error for a job file given together with options of a job. Most often the word is no job
+/// file but meant as the value of an option that takes none, as in fio's `--verify crc32c`.
 fn misplaced(word: &Path, options: &JobOptions) -> Error {
     let switches = options.switches();
     let error = Error::new(
@@ -193,7 +193,7 @@ fn groups(jobs: Vec<Job>) -> Vec<Vec<Job>> {
     groups
 }
 
-/// The result of each job of a group, or the error of what comes before all of them.
+/// The result of each job of a group, or the error of laying out their files.
 fn run_group(members: &[Job], context: &Context) -> Result<Vec<Result<JobResult>>> {
     if let [job] = members {
         return Ok(vec![run_job(job, context)]);

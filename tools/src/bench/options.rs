@@ -231,8 +231,8 @@ pub(crate) struct JobOptions {
           value_name = "0|1", help_heading = "Files")]
     pub(crate) unlink: Option<bool>,
 
-    /// Write bandwidth over time to NAME_bw.N.log, in fio's format; N is the job's number. Each line
-    /// is a mean over 100 ms. The name is the job's where none is given.
+    /// Write bandwidth over time to NAME_bw.N.log, in fio's format; N is the job's number. Each
+    /// line is a mean over 100 ms. The name is the job's where none is given.
     #[arg(long = "write_bw_log", alias = "write-bw-log", num_args = 0..=1, require_equals = true,
           default_missing_value = "", value_name = "NAME", help_heading = "Output")]
     pub(crate) write_bw_log: Option<String>,
@@ -278,8 +278,8 @@ pub(crate) struct KvOptions {
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]
     pub(crate) keep: Option<bool>,
-    /// Bytes that the cache may take; where less is left than is there, it evicts [default: room
-    /// for all of the job beside what the directory holds].
+    /// Bytes that the cache may take; it evicts where it would need more [default: room for all of
+    /// the job beside what the directory holds].
     #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
     pub(crate) capacity: Option<u64>,
     /// Keep chunks in host memory too, up to so many bytes (the setting `local_cpu`): what the job
@@ -299,15 +299,14 @@ pub(crate) struct KvOptions {
     /// Chunks in the cache that is reopened.
     #[arg(long, value_parser = parse_tokens, value_name = "N")]
     pub(crate) chunks: Option<u64>,
-    /// Of each so many chunks of that cache one has been given up before it is reopened; 0 for
-    /// none.
+    /// One of every N chunks of that cache is removed before it is reopened; 0 for none.
     #[arg(long, value_name = "N")]
     pub(crate) one_gone_of: Option<u64>,
 }
 
 impl JobOptions {
-    /// The options given that take no value, or one behind `=` only: on a command line a word
-    /// after them is not theirs.
+    /// The given options that take no value, or one behind `=` only: the word after them on a
+    /// command line does not belong to them.
     pub(crate) fn switches(&self) -> Vec<&'static str> {
         let all = [
             ("--time_based", self.time_based),

@@ -17,7 +17,7 @@ const STEP_BYTES: u64 = 1 << 20;
 const DEPTH: usize = 32;
 /// Bytes of the file.
 pub(super) const GAUGE_BYTES: u64 = 128 << 20;
-/// The file is read again so often while the demo serves: a shared drive's speed swings.
+/// Time between two reads of the file while the demo serves: a shared drive's speed changes.
 const INTERVAL: Duration = Duration::from_secs(2);
 /// Reads before the first request.
 const FIRST_READS: usize = 3;

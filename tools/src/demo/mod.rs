@@ -1,10 +1,9 @@
 //! `forebay demo`: a request trace through the real engine, verified byte for byte, then killed and
 //! reopened.
 //!
-//! This process only supervises. The work is done by two children, one after the other, of which
-//! the first is killed in the middle of its life; each watches its standard input and removes the
-//! temporary directory when this process has gone away, so that nothing is left behind however the
-//! demo ends.
+//! This process only supervises. The work is done by two children, one after the other. The first
+//! is killed with its cache open. Each watches its standard input and removes the temporary
+//! directory when this process has ended, so that nothing is left behind however the demo ends.
 
 mod drive;
 mod text;
@@ -96,7 +95,7 @@ Examples:
   forebay demo --directory /mnt/nvme --runtime 20s
   forebay demo --trace trace.jsonl --requests 500 --capacity 8g --json";
 
-/// What a child that served says.
+/// What the child that served prints.
 #[derive(Debug, Serialize, Deserialize)]
 struct ServeReport {
     trace: String,
@@ -214,7 +213,8 @@ impl Part {
         let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", self.name()), e);
         let program = std::env::current_exe().map_err(|e| failed("cannot find this program", e))?;
         let mut command = self.command(&program, args, dir, (served, context));
-        // A group of its own: an interrupt from the terminal ends this process, and the child cleans up.
+        // A group of its own: an interrupt from the terminal ends this process, and the child
+        // cleans up.
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
         let mut child = Killed(command.spawn().map_err(|e| failed("cannot be started", e))?);
         let mut line = String::new();
@@ -235,7 +235,7 @@ struct Killed(Child);
 
 impl Drop for Killed {
     fn drop(&mut self) {
-        // Already gone is as good.
+        // That it has ended already is no error.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

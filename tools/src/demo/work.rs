@@ -15,8 +15,8 @@ use super::drive::Gauge;
 use super::world::{CHUNK_TOKENS, LAYERS, Paged, open_engine, token_ids};
 use crate::replay::Request;
 
-/// A hit is kept from reclaim for so long.
-const PIN_MS: u64 = 30_000;
+/// The lease of a hit.
+const LEASE_MS: u64 = 30_000;
 /// Loads of at least this many chunks are timed a second time, with computing.
 const OVERLAP_CHUNKS: usize = 4;
 /// What the reopened cache loads of what survived, in bytes at most.
@@ -61,7 +61,7 @@ pub(super) struct Served {
     pub(super) lost_tokens: u64,
     /// Chunks that could not be stored.
     pub(super) shed_chunks: u64,
-    /// Chunks given up to make room.
+    /// Chunks evicted to make room.
     pub(super) evicted_chunks: u64,
     /// Chunks in the cache at the end.
     pub(super) held_chunks: u64,
@@ -175,8 +175,8 @@ impl Work<'_> {
     }
 }
 
-/// The counters once reclaim has done what the last stores call for: what it gives up after they
-/// were read would look lost.
+/// Waits until reclaim has made the room that the last stores need, and returns the counters.
+/// Chunks that it evicted only after the held tokens were counted would look lost.
 fn at_rest(engine: &Engine) -> Result<EngineStats> {
     let log = engine.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is not open"))?;
     log.at_rest(Instant::now() + REST)?;
@@ -210,9 +210,9 @@ impl Server {
         Ok(())
     }
 
-    /// Loads and compares what the cache has of `prompt`; tokens found.
+    /// Loads and compares what the cache has of `prompt`; returns the tokens loaded.
     fn load(&mut self, prompt: &Prompt, slots: &[i64]) -> Result<(usize, Option<LoadTicket>)> {
-        let hit = self.engine.lookup(prompt, PIN_MS)?;
+        let hit = self.engine.lookup(prompt, LEASE_MS)?;
         if hit.matched_tokens == 0 {
             return Ok((0, None));
         }

@@ -68,9 +68,11 @@ pub(super) fn token_ids(request: &Request) -> Vec<u32> {
     full.flat_map(of_block).collect()
 }
 
-/// Of four bfloat16 values, all bits but the upper five of their exponents, and those: KV has few
-/// exponents, so the demo's is coded like a server's.
+/// The bits of four bfloat16 values that differ from value to value: all but the upper five of each
+/// exponent.
 const FREE_BITS: u64 = 0x83ff_83ff_83ff_83ff;
+/// The upper five bits of each exponent. A server's KV has few exponents too, so a codec treats
+/// both alike.
 const EXPONENTS: u64 = 0x3c00_3c00_3c00_3c00;
 
 /// Writes the bytes that layer `layer` of chunk `key` holds.

@@ -1,5 +1,5 @@
-//! `forebay fsck repair`: what a cache holds that is no use any more goes, so that it opens and
-//! stores anew.
+//! `forebay fsck repair`: drops damaged chunks and lanes without data, and rewrites a damaged
+//! BUDGET file, so that the cache opens and stores again.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -31,7 +31,7 @@ pub(crate) struct RepairArgs {
 const AFTER_HELP: &str = "\
 Every slot is read and checked, as `fsck deep` does. Chunks whose bytes are not those that were stored are dropped for good, and are stored \
 again when they are computed or imported again. Lanes that have lost their data.kv are removed, and a damaged BUDGET file is written \
-anew (whether the drive was being drained is forgotten). A damaged index is left for `fsck rebuild`, and told.
+anew (whether the drive was being drained is forgotten). A damaged index is left for `fsck rebuild`, and reported.
 
 Servers that use the cache must be stopped: only the process that writes a lane may change it. A server that runs drops a bad chunk \
 itself when a load meets it.
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
         }
         let damage = match RawLane::read(&files) {
             Ok(raw) => raw.damage.first().map(|d| d.what.clone()),
-            Err(e) => Some(told(e)?),
+            Err(e) => Some(fault_of_lane(e)?),
         };
         if let Some(what) = damage {
             let remedy = remedy(directory, &files, &what);
@@ -97,8 +97,8 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
     show(args, context, &report)
 }
 
-/// In words, where it is the lane's and not the machine's.
-fn told(e: Error) -> Result<String> {
+/// An error that says what is wrong with a lane's files, as text; any other error is returned.
+fn fault_of_lane(e: Error) -> Result<String> {
     match e.kind() {
         ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound => Ok(e.to_string()),
         _ => Err(e),
@@ -125,17 +125,17 @@ fn slots(args: &RepairArgs, context: &Context, files: &[LaneDir], report: &mut R
     let done = repair(files, args.dry_run, now_s(), &|n| bar.inc(n));
     bar.finish_and_clear();
     let done = done?;
-    let told = |b: &BadSlot| {
+    let described = |b: &BadSlot| {
         let lane = files.get(b.lane).map(name);
         json!({"lane": lane, "key": hex(&b.key.0), "offset": b.offset, "what": b.what})
     };
-    report.dropped.extend(done.dropped.iter().map(told));
+    report.dropped.extend(done.dropped.iter().map(described));
     report.dropped_bytes += done.dropped_bytes;
     report.absent += done.absent;
     report.slots += done.slots;
     report.good_bytes += done.good_bytes;
     let late = done.late.iter().map(|b| {
-        let mut late = told(b);
+        let mut late = described(b);
         late["remedy"] = json!("see what is wrong with the drive, and repair again");
         late
     });
@@ -173,7 +173,7 @@ fn show(args: &RepairArgs, context: &Context, report: &Report) -> Result<Outcome
         out::print(&format!("{would}dropped: {}\n", line(b)))?;
     }
     for b in &r.left {
-        // What is wrong with a lane of another version names the remedy itself.
+        // Of a lane of another version the fault is the remedy as well.
         let remedy = b["remedy"].as_str().filter(|remedy| Some(*remedy) != b["what"].as_str());
         let remedy = remedy.map_or_else(String::new, |remedy| format!("  remedy: {remedy}\n"));
         out::print(&format!("left: {}\n{remedy}", line(b)))?;

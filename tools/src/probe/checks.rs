@@ -1,7 +1,7 @@
 //! What of the facts would stop or slow a cache here: each with its reason and its remedy.
 //!
-//! A `fail` keeps a cache from opening or from storing anything, a `warn` costs speed or safety. The
-//! judgement reads nothing itself, so that tests can give it any machine.
+//! A `fail` keeps a cache from opening or from storing anything, a `warn` costs speed or safety.
+//! The judgement reads nothing itself, so that tests can give it any machine.
 
 use forebay::config::Settings;
 use forebay::{Error, io::IoPath};
@@ -158,8 +158,7 @@ fn hugepages(m: &Machine, settings: &Settings) -> Finding {
     Finding::ok("huge pages", found)
 }
 
-/// Whether rings are to be had: by what the queues got in the directory, or else by what the kernel
-/// answered.
+/// Whether io_uring can be used: as the trial in the directory says, else as the kernel answered.
 pub(super) fn io_uring(ring: &IoUring, path: Option<&PathFound>) -> Finding {
     let reason = path.and_then(|p| p.not_active.iter().find(|r| r.path == IoPath::IoUring.as_str()));
     let (found, advice) = match (reason, &ring.error) {
@@ -290,7 +289,7 @@ fn cache(cache: Option<&CacheFacts>) -> Finding {
     Finding::ok("cache", found)
 }
 
-/// The way of GPU memory.
+/// The GPUs, and the path of their memory.
 pub(super) fn gpu(side: &GpuSide, d: &Directory) -> Vec<Finding> {
     if let Some(why) = &side.no_gpu {
         return vec![Finding::ok("gpu", format!("none ({why}): KV stays in host memory"))];

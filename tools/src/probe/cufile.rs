@@ -1,4 +1,4 @@
-//! The way of bytes between the drive and a GPU's memory: what cuFile's trial found, and what is
+//! The path of bytes between the drive and a GPU's memory: what cuFile's trial found, and what is
 //! used.
 
 use std::path::Path;
@@ -66,7 +66,7 @@ pub(super) struct GpuSide {
     pub(super) trial: TrialReport,
 }
 
-/// gdsio's name for a way of bytes.
+/// gdsio's name for a path.
 pub(super) const fn transfer_type(path: IoPath) -> &'static str {
     match path {
         IoPath::CufileGds | IoPath::CufileP2p => "GPU_DIRECT",
@@ -94,7 +94,7 @@ fn judge(gpus: Vec<Gpu>, no_gpu: Option<String>, trial: TrialReport) -> GpuSide 
         Some(path @ (IoPath::CufileGds | IoPath::CufileP2p)) => Some(path),
         _ => Some(IoPath::Bounce),
     };
-    // Without a GPU no counter says anything: the bytes were the host's.
+    // Without a GPU the counters say nothing: the trial moved host memory.
     let reasons = match (&no_gpu, trial.verdict) {
         (Some(why), Some(_)) => {
             let paths = [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat];

@@ -2,10 +2,10 @@
 //! its remedy.
 //!
 //! The I/O path is found by the same trial that a cache makes when it opens: a page is written,
-//! flushed and read back in the directory. `machine` reads what the kernel says about itself,
+//! flushed and read back in the directory. `machine` reads what the kernel says about the machine,
 //! `directory` what the cache lies on, `cufile` finds the path of GPU memory by a `trial` in a
-//! process of its own, `remote` tries the remote store, and `checks` judges the rest. Nothing is left
-//! behind.
+//! process of its own, `remote` tries the remote store, and `checks` judges the rest. Nothing is
+//! left behind.
 
 mod checks;
 mod cufile;
@@ -49,8 +49,8 @@ pub(crate) struct ProbeArgs {
     /// environment (FOREBAY_*) count as well.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Try this remote store (a `remote_url`) instead of that of the settings, with the credentials of
-    /// the environment: it puts, reads and deletes an object of 8 MiB.
+    /// Try this remote store (a `remote_url`) instead of that of the settings, with the credentials
+    /// of the environment: it puts, reads and deletes an object of 8 MiB.
     #[arg(long, value_name = "URL")]
     pub(crate) remote: Option<String>,
     /// Exit with status 3 for warnings too.
@@ -79,7 +79,7 @@ Examples:
 #[derive(Debug, Serialize)]
 struct Report {
     version: &'static str,
-    /// Of the findings, so many of each level but ok.
+    /// Numbers of findings that are warnings, and failures.
     warnings: usize,
     failures: usize,
     findings: Vec<Finding>,

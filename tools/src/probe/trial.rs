@@ -22,7 +22,8 @@ pub(super) fn run(dir: &Path, gpu: Option<u32>) -> Result<Outcome> {
         Some(gpu) => with_gpu(dir, gpu).unwrap_or_else(|e| TrialReport::without_gpu(&e)),
     };
     out::print(&format!("{}\n", report.to_line()?))?;
-    // Neither library is unloaded: one that hangs at its end would keep the answer from being believed.
+    // libcuda and libcufile stay loaded: if unloading hung, the parent would not believe the
+    // answer.
     Ok(Outcome::Done)
 }
 

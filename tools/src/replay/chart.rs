@@ -1,5 +1,5 @@
 //! Hit ratio, bytes admitted and write amplification over the capacity, as an SVG file: one line
-//! per policy, admission and number of ranks.
+//! per policy, admission, offer and number of ranks.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// One value of a result.
 type Value = fn(&ReplayResult) -> f64;
 
-/// Draws the results of all capacities that have an end.
+/// Draws the results, without those of an unlimited capacity.
 ///
 /// # Errors
 /// `Io` where the file cannot be written.

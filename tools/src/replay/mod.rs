@@ -2,7 +2,8 @@
 //! policy.
 //!
 //! `trace` reads the requests, `chunks` has caches of single chunks, `sim` one that reclaims in
-//! segments, `real` is the log, `ranks` several logs side by side, `chart` draws the result.
+//! segments by a `policy`, `real` is the log, `ranks` several logs side by side; `tiers` reads the
+//! sizes of tiers, `chart` draws the result.
 //! Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module
 //! must not know how one works inside.
 
@@ -61,8 +62,8 @@ pub(crate) struct ReplayArgs {
     /// caches of single chunks, and for one real log, with the engine's own tier.
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) memory_tokens: u64,
-    /// Sizes of the tiers in tokens, as `memory=3m,drive=20m,remote=unlimited`; one that is not named is
-    /// not there. In the place of --capacity-tokens and --memory-tokens.
+    /// Sizes of the tiers in tokens, as `memory=3m,drive=20m,remote=unlimited`; one that is not
+    /// named is not there. In the place of --capacity-tokens and --memory-tokens.
     #[arg(long, value_parser = tiers::parse, conflicts_with_all = ["capacity_tokens", "memory_tokens"], value_name = "TIER=N,…")]
     pub(crate) tiers: Option<Tiers>,
     /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
@@ -74,9 +75,8 @@ pub(crate) struct ReplayArgs {
     /// With --engine real: where its files go, in a temporary directory that is removed.
     #[arg(long, default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// With --engine real: bytes that its files take at most, all ranks together. What a log needs
-    /// besides its slots is a part of the capacity that a replay with few bytes makes larger
-    /// than it is in service.
+    /// With --engine real: bytes that its files take at most, all ranks together. With few bytes,
+    /// what a log needs besides its slots takes a larger part of the capacity than in service.
     #[arg(long, default_value = "3g", value_parser = size::parse_bytes, value_name = "SIZE")]
     pub(crate) log_bytes: u64,
     /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A
@@ -87,8 +87,8 @@ pub(crate) struct ReplayArgs {
     /// when the next request is looked up.
     #[arg(long, default_value = "0", value_parser = clap::value_parser!(u64).range(..=4096), value_name = "N")]
     pub(crate) behind: u64,
-    /// With several ranks: blocks are stored in the prompt's order, but among N neighbours in any,
-    /// of each rank's own.
+    /// With several ranks: blocks are stored in the prompt's order, except that each rank stores
+    /// groups of N neighbours in an order of its own.
     #[arg(long, default_value = "4", value_name = "N")]
     pub(crate) window: usize,
     /// With --engine real and one rank: the cache is closed and opened anew after every N requests,
@@ -219,7 +219,7 @@ pub(crate) struct ReplayResult {
     pub(crate) write_amplification_full: Option<f64>,
 }
 
-/// Of the capacity, what makes a cache full: this many of ten.
+/// A cache counts as full at this many tenths of its capacity.
 const FULL_TENTHS: u64 = 9;
 
 /// Runs `forebay replay`.

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use clap::ValueEnum;
 
-/// Policies by the names users give. The engine's log has lru and fifo; the others are simulated.
+/// Policies by the names users give. The engine's log has prefix, lru and fifo; the others are only
+/// simulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PolicyKind {
     /// Gives up what was used longest ago.
@@ -29,8 +30,8 @@ pub(crate) enum PolicyKind {
     Lirs,
     /// SIEVE.
     Sieve,
-    /// What chunks of the same kind did before: a policy for chains, and what a cache does without
-    /// settings.
+    /// Keeps chunks by what chunks of the same kind did before: a policy for chains, and the one
+    /// that a cache uses without settings.
     #[value(alias = "default")]
     Prefix,
     /// The offline optimum: gives up what is used again last.
@@ -85,8 +86,8 @@ pub(crate) trait Policy {
     fn opened(&mut self, segment: u64);
     /// `block`, which lies in `segment`, has been stored or found.
     fn touch(&mut self, segment: u64, block: &Block);
-    /// The segment to reclaim next; it is forgotten. `open` may still be appended to and is only
-    /// given up alone.
+    /// Takes the segment to reclaim next out of the policy. `open` is the segment that blocks are
+    /// appended to: it is reclaimed only where there is no other.
     fn victim(&mut self, open: Option<u64>) -> Option<u64>;
     /// Whether `block` of a reclaimed segment is to be written again.
     fn keep(&mut self, block: &Block) -> bool;

@@ -4,7 +4,7 @@
 //! All ranks are asked to store the same blocks and have the same capacity. What differs is what
 //! differs in service: in which order a rank's blocks get their slots and their records, how many
 //! of them are still on their way when the next request is looked up, and when its log reclaims.
-//! The first two are drawn from a seed for each rank; the third is the log's own time.
+//! The first two are drawn from a seed for each rank; the third follows from the log's own timing.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ use super::real::{Answers, Blocks, RealCache};
 use super::{PolicyKind, ReplayCache, Request, Totals};
 use crate::bench::raw::pattern::Rng;
 
-/// How ranks come apart.
+/// In what ranks differ.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Disorder {
     /// Seed of the ranks' orders.
@@ -32,15 +32,15 @@ pub(super) struct Disorder {
 
 /// All ranks of a server.
 pub(super) struct Ranks {
-    ranks: Vec<EvictionRank>,
+    ranks: Vec<ReplayRank>,
     offer: Offer,
 }
 
-struct EvictionRank {
+struct ReplayRank {
     cache: RealCache,
     rng: Rng,
     disorder: Disorder,
-    /// Blocks with a slot that nobody finds yet, and their tokens.
+    /// Blocks with a slot that are not published yet, and their tokens.
     behind: Vec<(Put, u64)>,
 }
 
@@ -60,7 +60,7 @@ impl Ranks {
                 (capacity_tokens, bytes_per_token),
             )?;
             let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
-            Ok(EvictionRank { cache, rng, disorder, behind: Vec::new() })
+            Ok(ReplayRank { cache, rng, disorder, behind: Vec::new() })
         };
         let ranks = (0..count).map(rank).collect::<Result<_>>()?;
         Ok(Self { ranks, offer: policies.2 })
@@ -73,8 +73,9 @@ fn shuffle<T>(rng: &mut Rng, items: &mut [T]) {
     }
 }
 
-impl EvictionRank {
-    /// Publishes what is on its way, in any order, but for a few blocks; their answers.
+impl ReplayRank {
+    /// Publishes the blocks that are on their way, in any order, except for a few. Returns where
+    /// their answers come.
     fn catch_up(&mut self) -> Answers {
         shuffle(&mut self.rng, &mut self.behind);
         let stay = (self.rng.next_u64() % self.disorder.behind.saturating_add(1)) as usize;
@@ -102,7 +103,7 @@ impl ReplayCache for Ranks {
         let blocks = Blocks::of(request, self.offer);
         let keys: &[ChunkKey] = blocks.keys();
         let mut usable = blocks.len();
-        let answers: Vec<Answers> = self.ranks.iter_mut().map(EvictionRank::catch_up).collect();
+        let answers: Vec<Answers> = self.ranks.iter_mut().map(ReplayRank::catch_up).collect();
         for (rank, answers) in self.ranks.iter_mut().zip(&answers) {
             rank.cache.admit(answers)?;
             usable = usable.min(rank.cache.find(keys));

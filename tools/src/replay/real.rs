@@ -27,7 +27,7 @@ use super::chunks::Offer;
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
 use crate::scratch::Scratch;
 
-/// Bytes that stand for one token: a multiple of this, which makes a block a page.
+/// The bytes that stand for one token are a multiple of this; with one, a block is a page.
 const TOKEN_BYTES: u64 = 8;
 /// Most pages of a block.
 const MOST_PAGES: u64 = 127;
@@ -44,8 +44,8 @@ pub(super) struct RealCache {
     options: LogOptions,
     /// Requests between two restarts, and those since the last.
     restarts: (Option<usize>, usize),
-    /// Bytes that were moved, and written to the journal or of what the policy has learned, before
-    /// the last.
+    /// Counters of the logs before the last restart: bytes that reclaim moved, and bytes written of
+    /// the journal and of the policy's state.
     earlier: (u64, u64),
     offer: Offer,
     admitted_tokens: u64,
@@ -179,7 +179,7 @@ fn segment_bytes(slot_bytes: u64, (capacity_tokens, model_bytes_per_token): (u64
     let model_slot = model_bytes_per_token.max(1).saturating_mul(BLOCK_TOKENS);
     let wanted = (capacity_tokens.saturating_mul(model_bytes_per_token) / 64).min(SEGMENT_BYTES);
     let slots = (wanted / model_slot).clamp(4, (capacity_tokens / BLOCK_TOKENS / 8).max(4));
-    // With what a segment keeps back for control slots, which is a larger part of a small one.
+    // A fifteenth and a page more than the slots take.
     (slots * slot_bytes).next_multiple_of(4096) / 15 * 16 + 4096
 }
 
@@ -232,7 +232,8 @@ impl RealCache {
         self.log.lookup(keys)
     }
 
-    /// The prompt's blocks before `found` were used; up to where the others are to be stored.
+    /// Notes that the prompt's blocks before `found` were used. Returns the end of those after it
+    /// that are to be stored.
     pub(super) fn wanted(&self, blocks: &Blocks, found: usize) -> usize {
         self.log.note_used(blocks.keys.get(..found).unwrap_or_default());
         let parent = |at: usize| at.checked_sub(1).and_then(|p| blocks.keys.get(p)).copied();
@@ -250,7 +251,7 @@ impl RealCache {
         found + admitted
     }
 
-    /// A slot for block `at`, with its tokens; `None` where it is stored.
+    /// A slot for block `at`, with its tokens; `None` where it is stored already, or cannot be.
     pub(super) fn begin(&self, blocks: &Blocks, at: usize) -> Result<Option<(Put, u64)>> {
         let Some(&key) = blocks.keys.get(at) else { return Ok(None) };
         let parent = at.checked_sub(1).and_then(|p| blocks.keys.get(p)).copied().unwrap_or(ChunkKey([0; 32]));
@@ -304,8 +305,8 @@ impl ReplayCache for RealCache {
 
     fn totals(&self) -> Totals {
         let stats = self.log.stats();
-        // What is moved are this log's small slots, each of which stands for a block; records are as large
-        // as they would be.
+        // Moved bytes are those of this log's small slots, each of which stands for a block.
+        // Records are as large as in service.
         let (moved, journal) = (
             self.earlier.0 + stats.moved_bytes,
             self.earlier.1 + stats.journal_bytes_written + stats.policy_bytes_written,

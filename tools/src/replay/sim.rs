@@ -83,8 +83,8 @@ impl SimCache {
         segment
     }
 
-    /// Gives up one segment. What the policy keeps is written again unless it would need another
-    /// reclaim.
+    /// Reclaims one segment. What the policy keeps is written again, up to half of the segment, so
+    /// that this needs no other reclaim.
     fn reclaim(&mut self) {
         let Some(victim) = self.policy.victim(self.open) else { return };
         if self.open == Some(victim) {
@@ -113,8 +113,8 @@ impl ReplayCache for SimCache {
             found_tokens += tokens;
             found.push((*segment, *block));
         }
-        // A chunk is useless without those before it: touching the tail first leaves the head as the
-        // newest.
+        // A chunk is useless without those before it: touching the tail first leaves the head as
+        // the newest.
         for (segment, block) in found.iter().rev() {
             self.policy.touch(*segment, block);
         }

@@ -67,7 +67,8 @@ fn summary(page: &mut String, jobs: &[JobResult]) {
     page.push_str("</table>");
 }
 
-/// A figure beyond fio's with its unit: bytes in binary units, other numbers to four digits.
+/// A figure beyond fio's: bytes in binary units, fractions with two decimals below 100 and none
+/// above.
 fn shown(name: &str, value: &serde_json::Value) -> String {
     match value.as_f64() {
         Some(bytes) if name.ends_with("_bytes") => show_bytes(bytes),

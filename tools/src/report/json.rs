@@ -135,7 +135,7 @@ pub(crate) fn bandwidth(d: &DirectionResult, interval_s: f64) -> Samples {
     over_samples(d, interval_s, |moment| moment.bytes as f64 / 1024.0)
 }
 
-/// Statistics over what `amount` there was in each second of `d`.
+/// Statistics over the samples of `d`: `amount` of each, per second.
 fn over_samples(d: &DirectionResult, interval_s: f64, amount: impl Fn(&Moment) -> f64) -> Samples {
     let samples = d.whole_samples();
     if samples.is_empty() || interval_s <= 0.0 {

@@ -1,8 +1,8 @@
 //! What a benchmark job has measured, and the forms in which it is printed.
 //!
 //! [`JobResult`] is the one model; `normal` prints it as fio does, `json` in fio's JSON shape,
-//! `html` as a page with charts, `logs` as fio's files of values over time. Nothing here measures: `recorder` collects latencies and
-//! bandwidth, `usage` reads what the kernel accounts.
+//! `html` as a page with charts, `logs` as fio's files of values over time. Nothing here measures:
+//! `recorder` collects latencies and bandwidth, `usage` reads what the kernel accounts.
 
 pub(crate) mod html;
 pub(crate) mod json;
@@ -35,7 +35,8 @@ pub(crate) struct DirectionResult {
     pub(crate) io_bytes: u64,
     /// Operations completed.
     pub(crate) total_ios: u64,
-    /// From the first submission to the last completion.
+    /// The time that rates are taken over: of raw jobs from the start to the last completion, of
+    /// the engine's the time of their loads or stores.
     pub(crate) runtime: Duration,
     /// Submission: the call itself; in nanoseconds like the others.
     pub(crate) slat: Latency,
@@ -187,19 +188,19 @@ pub(crate) struct ForebayFigures {
     /// Equal loads at once: time of the slowest by that of the fastest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load_spread: Option<f64>,
-    /// Time of the loads alone.
+    /// Median time of a load, or of a store with `layerstore`, without attention.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load_ms: Option<f64>,
-    /// Time of the simulated attention alone.
+    /// Time of the simulated attention of a prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) compute_ms: Option<f64>,
     /// 99th percentile of a lookup.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) lookup_us: Option<f64>,
-    /// Time to hash the prompt into keys.
+    /// 99th percentile of hashing a prompt into keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hash_us: Option<f64>,
-    /// Tokens that lookups matched.
+    /// The fewest tokens that a lookup matched.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) matched_tokens: Option<u64>,
     /// From exec to the last correct lookup after a kill.
@@ -234,7 +235,7 @@ pub(crate) struct JobResult {
     pub(crate) rw: String,
     /// Place in the run; jobs of one group ran at once.
     pub(crate) group: usize,
-    /// Options as they were given, in fio's spelling.
+    /// Options that describe the job, with defaults filled in, in fio's spelling.
     pub(crate) options: Vec<(String, String)>,
     /// Files of values over time that were asked for.
     pub(crate) logs: logs::LogNames,

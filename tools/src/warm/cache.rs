@@ -25,7 +25,7 @@ use super::sink::{Imported, Scope, Sink};
 
 /// Pieces that are being stored at once.
 const UNDER_WAY: usize = 8;
-/// What closing waits for.
+/// How long closing may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Where the model's shape comes from.
@@ -81,7 +81,7 @@ impl CacheSink {
     /// A cache as `settings` say; it is opened when the first dump is known.
     pub(super) fn new(mut settings: Settings, model: Model, verify: bool) -> Self {
         settings.on_open_failure = OnOpenFailure::Fail;
-        // Who fills a cache by hand wants it filled.
+        // An import stores everything, whatever the server's admission is.
         (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
         let (engine, opening, state) = (OnceLock::new(), Mutex::default(), Mutex::default());
         Self { settings, model, verify, engine, opening, state }
@@ -109,7 +109,7 @@ impl CacheSink {
         self.engine.get().ok_or_else(|| Error::new(ErrorKind::Internal, "a piece of a dump that was never asked for"))
     }
 
-    /// Ends the oldest store, compares it where that is wanted, and gives its place free.
+    /// Waits for the oldest store, compares it where that is wanted, and frees its memory.
     fn retire(&self, engine: &Engine, state: &mut State) -> Result<()> {
         let Some(UnderWay { store, place, prompt, piece }) = state.under_way.pop_front() else { return Ok(()) };
         let result = store.wait();

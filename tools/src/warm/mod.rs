@@ -2,8 +2,9 @@
 //! (`prompts`).
 //!
 //! `scan` finds dumps, `header`, `tokens` and `dump` understand them, `reader` reads them with many
-//! reads in flight, `sink` is where the pieces go. The forms are described in docs/warm.md. Dumps
-//! are untrusted input: a bad one is reported and skipped, and the exit status says so.
+//! reads in flight, `piece` cuts them into extents, `sink` says where pieces go, and `cache` is the
+//! sink that stores them. The forms are described in docs/warm.md. Dumps are untrusted input: a bad
+//! one is reported and skipped, and the exit status says so.
 
 mod cache;
 mod dump;
@@ -231,7 +232,7 @@ fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Si
     if args.dry_run {
         let chunk_tokens = settings.chunk_size as usize;
         settings.mode = Mode::Ro;
-        // What an import would make is empty.
+        // A directory that is not there yet holds no chunks.
         let is_there = !settings.drives.is_empty() && settings.drives.iter().all(|drive| drive.path.exists());
         let cache = is_there.then(|| Box::new(CacheSink::new(settings, model.clone(), false)) as Box<dyn Sink>);
         let geometry = model.geometry().cloned();
@@ -240,7 +241,7 @@ fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Si
     Ok(Arc::new(CacheSink::new(settings, model, args.verify)))
 }
 
-/// The settings that a server has: of the file, and of the environment.
+/// The settings that a server would get from the file and the environment.
 fn settings_of(args: &ImportArgs) -> Result<Settings> {
     if args.directory.is_none() && args.config.is_none() {
         return Err(Error::new(ErrorKind::InvalidInput, "no cache to fill")

@@ -88,7 +88,8 @@ mod tests {
 
     #[test]
     fn interleaved_k_and_v_come_apart() {
-        // Two tokens of two heads with one byte each: rows [k0 k1 v0 v1] by token, [k0 v0 k1 v1] by head.
+        // Two tokens of two heads with one byte each: rows [k0 k1 v0 v1] by token, [k0 v0 k1 v1] by
+        // head.
         let spec = LayerSpec::kv(LayerKind::Full, 2, 1);
         let want = [10, 11, 20, 21, 12, 13, 22, 23];
         for (groups, row) in [(1, [10, 11, 12, 13, 20, 21, 22, 23]), (2, [10, 12, 11, 13, 20, 22, 21, 23])] {

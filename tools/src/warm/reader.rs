@@ -126,7 +126,7 @@ struct Run<'a> {
     events: &'a Sender<Event>,
 }
 
-/// Something whose turn comes after what is before it.
+/// What is handed over in order: an event, or a piece that is being read.
 enum Slot<H> {
     Event(Event),
     Reading { handle: H, task: Arc<Task>, bytes: u64 },

@@ -52,7 +52,7 @@ pub(crate) trait Sink: Send + Sync {
     /// Stores a piece; those of one dump come in order. Storing what is already there is no error.
     fn store(&self, piece: Piece) -> Result<()>;
 
-    /// Makes everything durable and, where that was asked for, has compared it.
+    /// Ends all stores and makes them durable. Where comparing was asked for, it is done then.
     fn finish(&self) -> Result<Imported>;
 }
 

@@ -5,7 +5,7 @@ use loom::thread;
 
 use super::*;
 
-/// Condemns the segment and writes its next use, unless it is leased; whether it was.
+/// Condemns the segment and writes its next use, unless it is leased. Returns whether it did.
 fn use_again(writer: &SharedLane, bytes: &Bytes, now_ns: u64) -> bool {
     if let Err(refused) = writer.try_condemn(0, &env(now_ns)) {
         assert!(matches!(refused, CondemnRefused::Leased(_)), "{refused:?}");

@@ -1,4 +1,5 @@
-//! The touch ring: what readers report is told at most once, and nothing that nobody reported.
+//! The touch ring: the writer gets what readers report at most once, and nothing that nobody
+//! reported.
 
 use loom::thread;
 
@@ -22,8 +23,8 @@ fn no_touch_is_told_twice_or_made_up() {
         assert_eq!(lost, 0, "there is room for four");
         told.sort_unstable();
         assert!([&[1, 2][..], &[1], &[2], &[]].contains(&&told[..]), "{told:?}");
-        // One whose reader had its place and had not stored when the writer passed may be told a
-        // lap later, once.
+        // A touch whose reader had taken a place, but not stored yet when the writer passed, may
+        // come a lap later, once.
         tally.add(if told.len() == 2 { "all" } else { "some" });
         let rest = 2 - told.len();
         writer.touch([key(8, 0), key(9, 0)].iter());
@@ -37,8 +38,8 @@ fn no_touch_is_told_twice_or_made_up() {
     });
 }
 
-/// A writer that comes late, in a ring of two: what it was told and what was lost are together what
-/// was reported, at most.
+/// A writer that comes late, in a ring of two: what it gets and what is lost are together at most
+/// what was reported.
 #[test]
 fn what_was_overwritten_is_counted_as_lost() {
     explore(3, &["lost", "nothing lost"], |tally| {

@@ -11,7 +11,7 @@ use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 
-use super::session::MemorySpace;
+use super::session::CacheDir;
 use crate::bench::job::Job;
 use crate::stop;
 
@@ -21,7 +21,7 @@ pub(super) const CHUNK_TOKENS: u32 = 256;
 const IN_FLIGHT: u64 = 512;
 /// Time that the index gets to grow before a shed put is tried again.
 const GROWTH: Duration = Duration::from_millis(1);
-/// Shed puts that are tried again in all.
+/// How often shed puts are tried again, all of them together.
 const RETRIES: u64 = 100_000;
 /// Chunks of one chain.
 const CHAIN: u64 = 512;
@@ -33,7 +33,7 @@ fn is_passing(error: &Error) -> bool {
 }
 
 /// Opens a log for `chunks` chunks in the job's place.
-pub(super) fn open(job: &Job, place: &MemorySpace, chunks: u64) -> Result<Arc<Log>> {
+pub(super) fn open(job: &Job, place: &CacheDir, chunks: u64) -> Result<Arc<Log>> {
     let dir = &place.dir;
     let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 4)];
     let geometry = Geometry::new("bench-index", DType::named("bfloat16")?, layers, CHUNK_TOKENS)?;
@@ -67,26 +67,26 @@ type Ended = ((ChunkKey, ChunkKey, u32), Result<()>);
 /// tried again.
 pub(super) struct Filler<'a> {
     log: &'a Log,
-    told: Sender<Ended>,
-    heard: Receiver<Ended>,
-    flying: u64,
+    sender: Sender<Ended>,
+    ended: Receiver<Ended>,
+    in_flight: u64,
     retries: u64,
     bar: &'a ProgressBar,
 }
 
 impl<'a> Filler<'a> {
-    /// Stores into `log`, and tells `bar` of each chunk.
+    /// Stores into `log`, and moves `bar` for each chunk.
     pub(super) fn new(log: &'a Log, bar: &'a ProgressBar) -> Self {
-        let (told, heard) = crossbeam_channel::unbounded();
-        Self { log, told, heard, flying: 0, retries: RETRIES, bar }
+        let (sender, ended) = crossbeam_channel::unbounded();
+        Self { log, sender, ended, in_flight: 0, retries: RETRIES, bar }
     }
 
     /// Stores one chunk, unless the work is to end.
     pub(super) fn put(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
         stop::check()?;
         self.bar.inc(1);
-        while self.flying >= IN_FLIGHT {
-            self.hear()?;
+        while self.in_flight >= IN_FLIGHT {
+            self.wait_for_one()?;
         }
         self.start(key, parent, depth)
     }
@@ -94,10 +94,10 @@ impl<'a> Filler<'a> {
     fn start(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
         let spec = PutSpec::chunk(key, parent, CHUNK_TOKENS, depth);
         if let PutOutcome::Started(put) = self.log.begin_put_within(spec, Duration::from_secs(10))? {
-            let told = self.told.clone();
-            self.flying += 1;
+            let sender = self.sender.clone();
+            self.in_flight += 1;
             let crcs = vec![0; put.layout().extents.len()];
-            put.commit(&crcs, Box::new(move |result| drop(told.send(((key, parent, depth), result)))));
+            put.commit(&crcs, Box::new(move |result| drop(sender.send(((key, parent, depth), result)))));
         }
         Ok(())
     }
@@ -108,10 +108,10 @@ impl<'a> Filler<'a> {
         self.put(key(n), parent, (n % CHAIN) as u32)
     }
 
-    fn hear(&mut self) -> Result<()> {
-        self.flying -= 1;
-        let forgotten = |_| Error::new(ErrorKind::Internal, "a put was forgotten");
-        match self.heard.recv().map_err(forgotten)? {
+    fn wait_for_one(&mut self) -> Result<()> {
+        self.in_flight -= 1;
+        let lost = |_| Error::new(ErrorKind::Internal, "the end of a put was not reported");
+        match self.ended.recv().map_err(lost)? {
             ((key, parent, depth), Err(e)) if is_passing(&e) && self.retries > 0 => {
                 self.retries -= 1;
                 std::thread::sleep(GROWTH);
@@ -123,8 +123,8 @@ impl<'a> Filler<'a> {
 
     /// Waits for all and makes them durable.
     pub(super) fn finish(mut self) -> Result<()> {
-        while self.flying > 0 {
-            self.hear()?;
+        while self.in_flight > 0 {
+            self.wait_for_one()?;
         }
         self.log.flush()
     }

@@ -133,7 +133,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     Ok(JobResult { read: recorder.result(busy), notes, ..result(job, elapsed, usage, figures) })
 }
 
-/// Stores prompt `n` with `time` of attention before each layer; bytes and wall time.
+/// Stores prompt `n` with `time` of attention before each layer; returns its bytes and wall time.
 fn store_one(session: &Session, kv: &Kv, n: u64, time: Duration) -> Result<(u64, Duration)> {
     let prompt = session.prompt(n);
     kv.fill(n)?;

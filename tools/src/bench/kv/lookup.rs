@@ -5,7 +5,7 @@ use std::time::Instant;
 use forebay::Result;
 use forebay::key::{Chain, Extra};
 
-use super::session::MemorySpace;
+use super::session::CacheDir;
 use super::{fill, p99, result};
 use crate::bench::job::Job;
 use crate::out::Context;
@@ -22,7 +22,7 @@ const HASHES: usize = 300;
 /// `--rw lookup`.
 pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     let tokens = job.kv.tokens.unwrap_or(DEFAULT_TOKENS) as u32;
-    let place = MemorySpace::of(job)?;
+    let place = CacheDir::of(job)?;
     let prompts: Vec<Vec<u32>> =
         (0..PROMPTS).map(|p| (0..tokens).map(|i| i ^ p.wrapping_mul(0x9e37_79b1)).collect()).collect();
     let chain = |tokens: &[u32]| Chain::new(tokens, fill::CHUNK_TOKENS, &Extra::default());

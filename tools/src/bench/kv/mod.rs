@@ -62,7 +62,7 @@ fn is_over(job: &Job, start: Instant) -> bool {
     stop::asked() || job.runtime.is_some_and(|limit| start.elapsed() >= limit)
 }
 
-/// Where a job of stores found all that it would store in the cache already.
+/// The error of a job of stores whose prompts were all in the cache already.
 fn nothing_new(job: &Job) -> Error {
     Error::new(
         ErrorKind::InvalidInput,

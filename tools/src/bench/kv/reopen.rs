@@ -1,8 +1,8 @@
 //! How soon a cache answers after kill -9, and what memory its index takes.
 //!
-//! Two children of this program, told by an environment variable what they are: one stores and is
-//! killed while it stores, the other opens what is left. The parent measures from the start of the
-//! second to its answer.
+//! Two children of this program, which get their roles from an environment variable: one stores and
+//! is killed while it stores, the other opens what is left. The parent measures from the start of
+//! the second to its answer.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -14,7 +14,7 @@ use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 use parking_lot::Mutex;
 
-use super::session::MemorySpace;
+use super::session::CacheDir;
 use super::{fill, ms, result};
 use crate::bench::job::Job;
 use crate::out::Context;
@@ -25,7 +25,7 @@ use crate::stop;
 /// Says what a child does: `fill` or `open`.
 const ROLE: &str = "FOREBAY_BENCH_REOPEN";
 const LOOKUPS: u64 = 10_000;
-/// Chunks given up with one call.
+/// Chunks removed with one call.
 const REMOVED_AT_ONCE: usize = 10_000;
 /// How long the background work of opening may take.
 const AT_REST: Duration = Duration::from_secs(60);
@@ -49,9 +49,9 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         Ok("open") => return open_and_answer(job),
         _ => {}
     }
-    let place = MemorySpace::of(job)?;
+    let place = CacheDir::of(job)?;
     let (usage, start) = (UsageMeter::start(), Instant::now());
-    let child = Kin::start(job, &place, "fill", context)?;
+    let child = ChildProcess::start(job, &place, "fill", context)?;
     child.line()?;
     child.kill()?;
     stop::check()?;
@@ -59,13 +59,13 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     let bar = progress::bar(context, "reopening", 0, Unit::Time);
     bar.enable_steady_tick(LOOK);
     let asked = Instant::now();
-    let child = Kin::start(job, &place, "open", context)?;
+    let child = ChildProcess::start(job, &place, "open", context)?;
     child.line()?;
     let reopen = asked.elapsed();
     let pss = child.line();
     child.wait();
     bar.finish_and_clear();
-    let pss: f64 = pss?.trim().parse().map_err(|_| Error::new(ErrorKind::Internal, "the child told no memory"))?;
+    let pss: f64 = pss?.trim().parse().map_err(|_| Error::new(ErrorKind::Internal, "the child reported no memory"))?;
     let figures = ForebayFigures {
         reopen_ms: Some(ms(reopen)),
         bytes_per_chunk: Some(pss / job.kv.chunks.max(1) as f64),
@@ -74,16 +74,16 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     Ok(result(job, start.elapsed(), usage.stop(), figures))
 }
 
-/// A child and what it says. It ends with its parent, however that ends: its standard input is
-/// closed then. Dropped, it is killed.
-struct Kin {
+/// A child and what it prints. It ends with its parent, however that ends, because its standard
+/// input is closed then. Dropping this kills it.
+struct ChildProcess {
     child: Mutex<Child>,
     said: Receiver<std::io::Result<String>>,
     _alive: Option<ChildStdin>,
 }
 
-impl Kin {
-    fn start(job: &Job, place: &MemorySpace, role: &str, context: &Context) -> Result<Self> {
+impl ChildProcess {
+    fn start(job: &Job, place: &CacheDir, role: &str, context: &Context) -> Result<Self> {
         let failed = |e| Error::io("cannot start a child", e);
         let mut child = Command::new(std::env::current_exe().map_err(failed)?)
             .args(["bench", "--rw", "reopen", "--keep", "--chunks", &job.kv.chunks.to_string(), "--directory"])
@@ -135,14 +135,14 @@ impl Kin {
     }
 }
 
-impl Drop for Kin {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // Before its directory goes; a child that has ended already is fine.
+        // It must end before its directory is removed. That it has ended already is no error.
         let _ = self.kill();
     }
 }
 
-/// Ends this child when its parent is gone, which nobody else would tell it.
+/// Ends this child when its parent is gone: its standard input is closed then.
 fn end_with_parent() {
     std::thread::spawn(|| {
         let mut nothing = [0; 1];
@@ -159,7 +159,7 @@ fn say(text: &str) -> Result<()> {
 /// The child that stores: says when the chunks asked for are durable, then goes on until it is
 /// killed.
 fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
-    let log = fill::open(job, &MemorySpace::of(job)?, job.kv.chunks)?;
+    let log = fill::open(job, &CacheDir::of(job)?, job.kv.chunks)?;
     let bar = progress::bar(context, "storing chunks", job.kv.chunks, Unit::Count);
     let mut filler = fill::Filler::new(&log, &bar);
     (0..job.kv.chunks).try_for_each(|n| filler.entry(n))?;
@@ -172,7 +172,7 @@ fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
     say("stored")?;
     let silent = ProgressBar::hidden();
     let mut filler = fill::Filler::new(&log, &silent);
-    // The room left is what the capacity has beyond the chunks; then it waits for its end.
+    // It stores into the room that the capacity has beyond the chunks, then waits to be killed.
     let _ = (job.kv.chunks..job.kv.chunks + job.kv.chunks / 8).try_for_each(|n| filler.entry(n));
     loop {
         std::thread::park();
@@ -182,7 +182,7 @@ fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
 /// The child that opens: answers when the lookups were right, then says its memory.
 fn open_and_answer(job: &Job) -> Result<JobResult> {
     let started = Instant::now();
-    let log = fill::open(job, &MemorySpace::of(job)?, job.kv.chunks)?;
+    let log = fill::open(job, &CacheDir::of(job)?, job.kv.chunks)?;
     let chunks = job.kv.chunks.max(1);
     let step = (chunks / LOOKUPS).max(1);
     for i in 0..LOOKUPS {
@@ -196,7 +196,7 @@ fn open_and_answer(job: &Job) -> Result<JobResult> {
         }
     }
     say("open")?;
-    // With all that is read in the background.
+    // The memory is that of a cache which has read all that opening reads in the background.
     log.at_rest(Instant::now() + AT_REST)?;
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let kib = rollup.lines().find_map(|l| l.strip_prefix("Pss:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
@@ -205,7 +205,7 @@ fn open_and_answer(job: &Job) -> Result<JobResult> {
     Ok(result(job, started.elapsed(), UsageMeter::start().stop(), ForebayFigures::default()))
 }
 
-/// Whether a chunk was given up before the cache is reopened.
+/// Whether chunk `n` is removed before the cache is reopened.
 fn is_gone(job: &Job, n: u64) -> bool {
     job.kv.one_gone_of > 0 && n % job.kv.one_gone_of == job.kv.one_gone_of - 1
 }

@@ -27,12 +27,12 @@ const COPY_THREADS: usize = 4;
 const CLOSE: Duration = Duration::from_secs(60);
 
 /// A cache directory that goes away if it is the job's own.
-pub(super) struct MemorySpace {
+pub(super) struct CacheDir {
     pub(super) dir: std::path::PathBuf,
     _temporary: Option<Scratch>,
 }
 
-impl MemorySpace {
+impl CacheDir {
     /// The job's directory where it is kept, else a folder in it.
     pub(super) fn of(job: &Job) -> Result<Self> {
         let make = |e| Error::io("cannot make the cache's directory", e).at(&job.directory);
@@ -70,7 +70,7 @@ pub(super) struct Session {
     layout: PagedLayout,
     block_tokens: u32,
     num_blocks: u32,
-    _place: MemorySpace,
+    _place: CacheDir,
 }
 
 impl Session {
@@ -79,14 +79,14 @@ impl Session {
         let geometry = geometry(job)?;
         let chunk = u64::from(geometry.chunk_tokens);
         let token_bytes = (geometry.chunk_bytes(geometry.chunk_tokens as usize) as u64 / chunk).max(1);
-        // Every job gets a prompt of its own, so that no byte is moved twice.
+        // Every worker gets a prompt of its own, so that no byte is moved twice.
         let fits = job.size.map_or(u64::MAX, |size| size / job.numjobs.max(1) as u64 / token_bytes);
         let tokens = job.kv.tokens.unwrap_or(DEFAULT_TOKENS.min(fits));
         let tokens = (tokens / chunk).max(1) * chunk;
         let prompt_bytes = geometry.chunk_bytes(chunk as usize) as u64 * (tokens / chunk);
         let prompts = (job.size.unwrap_or(prompt_bytes) / prompt_bytes).max(1);
         let need = prompts.saturating_mul(prompt_bytes).saturating_mul(copies);
-        let place = MemorySpace::of(job)?;
+        let place = CacheDir::of(job)?;
         let slot = geometry.chunk_bytes(chunk as usize) as u64 + (1 << 20);
         let stores = (need + need / 3).saturating_add(slot * 16 + (256 << 20));
         let settings = settings(job, &place, place.capacity(job, stores)?, geometry.chunk_tokens);
@@ -181,7 +181,7 @@ impl Session {
         Ok(Some([stored, loaded].into_iter().flatten().collect::<Vec<_>>().join(", ")))
     }
 
-    /// Closes the cache in order.
+    /// Closes the cache, and waits for its end.
     pub(super) fn close(self) -> Result<()> {
         self.engine.close(Instant::now() + CLOSE)
     }
@@ -209,7 +209,7 @@ fn paged_layout(job: &Job, geometry: &Geometry) -> KvLayout {
     }
 }
 
-fn settings(job: &Job, place: &MemorySpace, capacity: u64, chunk_tokens: u32) -> Settings {
+fn settings(job: &Job, place: &CacheDir, capacity: u64, chunk_tokens: u32) -> Settings {
     let mut settings = Settings::at(&place.dir);
     settings.chunk_size = chunk_tokens;
     settings.capacity = Capacity::Bytes(capacity);
@@ -256,7 +256,7 @@ mod tests {
             let kv = KvOptions { keep: Some(true), capacity, ..KvOptions::default() };
             let directory = Some(dir.path().to_owned());
             let job = Job::new(JobOptions { rw: Some(Rw::Load), directory, kv, ..JobOptions::default() }, "j").unwrap();
-            MemorySpace::of(&job).unwrap().capacity(&job, 1 << 20).unwrap()
+            CacheDir::of(&job).unwrap().capacity(&job, 1 << 20).unwrap()
         };
         assert!(capacity(None) >= 3 << 20, "{}", capacity(None));
         assert_eq!(capacity(Some(1 << 20)), 1 << 20);

@@ -87,7 +87,7 @@ fn shared(session: &Session, job: &Job) -> Vec<String> {
     vec![format!("{workers} workers load {prompts} prompts, some of them more than once: io= counts every load")]
 }
 
-/// Stores what is not there yet of the first `prompts` prompts, untimed.
+/// Stores those of the session's prompts that the cache lacks, untimed.
 pub(super) fn lay_out(session: &Session, seed: u64, context: &Context) -> Result<()> {
     let mut kv = None;
     let bar = progress::bar(context, "laying out", session.prompts as u64 * session.prompt_bytes, Unit::Bytes);
@@ -220,7 +220,8 @@ struct Fresh<'a> {
 }
 
 impl Fresh<'_> {
-    /// The next one of a worker from prompt `n` on; none where its share or the time is over.
+    /// The worker's next prompt from `n` on that is not stored; none where its share or the time is
+    /// over.
     fn from(&self, n: usize, start: Instant) -> Result<Option<(usize, Prompt)>> {
         let mut share = (n..).step_by(self.job.numjobs);
         while let Some(n) = share.next().filter(|n| self.job.time_based || *n < self.session.prompts) {

@@ -85,7 +85,7 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
     let filled = fill(&file, size, job.randseed, &bar);
     bar.finish_and_clear();
     if filled.is_err() {
-        // Half of it is holes that are reserved: the next run must not take it for laid out.
+        // What was not written yet is reserved: the next run must not take it for laid out.
         let undone = match before {
             None => std::fs::remove_file(path).map_err(|e| Error::io("cannot remove the file", e).at(path)),
             Some(length) => file.set_len(length),
@@ -102,7 +102,7 @@ fn reserve(file: &DirectFile, size: u64) -> Result<()> {
     }
 }
 
-/// Fills with data that neither compresses nor repeats: every page starts with its own number.
+/// Fills with random data, of which no two pages are alike: every page starts with its own number.
 fn fill(file: &DirectFile, size: u64, seed: u64, bar: &ProgressBar) -> Result<()> {
     let mut buffer = AlignedBuf::zeroed(STEP_BYTES)?;
     fill_random(&mut buffer, seed);

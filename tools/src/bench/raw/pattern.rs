@@ -27,7 +27,7 @@ fn mix(mut z: u64) -> u64 {
 }
 
 /// A permutation of `0..count`: a four-round Feistel network over the next even number of bits,
-/// walked until it lands inside.
+/// applied again until the result is below `count`.
 #[derive(Clone, Debug)]
 struct Permutation {
     count: u64,

@@ -218,7 +218,8 @@ impl Worker {
         }
     }
 
-    /// Takes a buffer out of the game. The last one flushes first, if that was asked for.
+    /// Drops a buffer for which there is no next operation. The last one flushes first, if that was
+    /// asked for.
     fn retire(self: &Arc<Self>, buf: Buf) {
         drop(buf);
         let mut state = self.state.lock();

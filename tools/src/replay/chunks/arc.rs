@@ -1,12 +1,13 @@
-//! ARC (Megiddo and Modha, FAST 2003): what was used once and what was used again, and a ghost of
-//! each that moves the border.
+//! ARC (Megiddo and Modha, FAST 2003): a queue of chunks used once and a queue of chunks used
+//! again. A miss on a chunk that one of them evicted lately (its ghost) gives that queue more
+//! slots.
 
 use super::queue::Queue;
 use super::{Block, ChunkCache};
 
 pub(super) struct Arc {
     slots: usize,
-    /// How many of the slots what was used once should have.
+    /// Slots that chunks used once should have.
     target: usize,
     once: Queue,
     again: Queue,

@@ -1,5 +1,5 @@
-//! GDSF (Cherkasova, 1998): uses, aged by the value of what was given up last. With equal sizes and
-//! costs it is LFU with dynamic aging.
+//! GDSF (Cherkasova, 1998): a chunk's value is its uses plus the value of what was evicted last.
+//! With equal sizes and costs it is LFU with dynamic aging.
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -6,9 +6,9 @@ use std::collections::HashSet;
 use super::queue::Queue;
 use super::{Block, ChunkCache};
 
-/// Of so many slots one belongs to the queue of what has not shown a short distance yet.
+/// One in so many slots belongs to the queue of chunks that were not used again soon.
 const QUEUE_SHARE: usize = 100;
-/// Names remembered of what was given up, in slots.
+/// Evicted ids that are remembered, as a multiple of the slots.
 const GHOSTS: usize = 2;
 
 pub(super) struct Lirs {

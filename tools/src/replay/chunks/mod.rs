@@ -40,7 +40,7 @@ pub(super) trait ChunkCache {
     }
     /// A chunk that is held was used.
     fn touch(&mut self, block: &Block);
-    /// A chunk that is not held could be stored, and others given up for it; whether it was.
+    /// Offers a chunk that is not held. Storing it may evict others; returns whether it was stored.
     fn store(&mut self, block: &Block) -> bool;
 }
 
@@ -106,10 +106,10 @@ impl ChunkSim {
         }
     }
 
-    /// Tells the cache of chunks in the order that it wants; `told` says of each whether it is
-    /// told, and whether it may store it.
-    fn tell(&mut self, blocks: &[Block], told: impl Fn(usize) -> Option<bool>) {
-        let all = blocks.iter().enumerate().filter_map(|(at, block)| Some((block, told(at)?)));
+    /// Tells the cache of chunks, in the order that it wants. `may_store` leaves a chunk out with
+    /// `None`, else says whether the cache may store it.
+    fn tell(&mut self, blocks: &[Block], may_store: impl Fn(usize) -> Option<bool>) {
+        let all = blocks.iter().enumerate().filter_map(|(at, block)| Some((block, may_store(at)?)));
         let mut all: Vec<_> = all.collect();
         if !self.cache.wants_heads_first() {
             all.reverse();
@@ -130,7 +130,7 @@ impl ReplayCache for ChunkSim {
         let tokens = sum(&mut found.iter());
         self.totals.memory_tokens += sum(&mut found.iter().filter(|f| *f.1));
         self.totals.remote_tokens += sum(&mut found.iter().filter(|f| !is_here(f)));
-        // What is fetched is stored without being asked whether it may be.
+        // Fetched chunks are stored whatever the admission says.
         let fetched: HashSet<u64> = found.iter().filter(|f| !is_here(f)).map(|(b, _)| b.id).collect();
         self.cache.begin(self.request);
         self.request += 1;

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use super::queue::Queue;
 use super::{Block, ChunkCache};
 
-/// Of so many slots one belongs to the small queue.
+/// One in so many slots belongs to the small queue.
 const SMALL_SHARE: usize = 10;
 /// Uses are counted up to this.
 const MOST_USES: u8 = 3;

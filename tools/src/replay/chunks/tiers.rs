@@ -2,9 +2,10 @@
 //! the policy that says what the drive stores at all.
 //!
 //! The memory holds what prompts used last. What it has is not asked of the drive. The policy is
-//! the engine's own, told in the order of the prompt: chunks that are loaded from the drive are
-//! used, those behind what the drive has are offered, in memory or not, as the connector does. With
-//! [`Offer::Evicted`] what was wanted then is written when the memory gives it up.
+//! the engine's own, and sees chunks in the order of the prompt, as with the connector: those that
+//! are loaded from the drive as used, those after the drive's prefix as offered, whether they are
+//! in memory or not. With [`Offer::Evicted`] the chunks that it wants are written when the memory
+//! evicts them.
 
 use std::collections::HashMap;
 
@@ -22,7 +23,7 @@ pub(crate) enum Offer {
     Stored,
     /// When its request has ended, so that admission knows how much was generated.
     Finished,
-    /// When the memory above gives it up.
+    /// When the memory above evicts it.
     Evicted,
 }
 
@@ -69,7 +70,7 @@ impl Memory {
         self.order.contains(id)
     }
 
-    /// A prompt used its chunks, the head last; what had to go, heads first.
+    /// A prompt used its chunks, the head last. Returns what was evicted for them, heads first.
     pub(super) fn used(&mut self, prompt: &[Block]) -> Vec<Block> {
         for block in prompt.iter().rev() {
             self.order.push(block.id);
@@ -123,8 +124,8 @@ impl Gate {
         Self(AdmissionState::new(admission, slots as u64))
     }
 
-    /// Which chunks of a prompt, for which so many tokens were `generated`, the drive may have,
-    /// where its first `there` are on it, and those of them that `loaded` says are loaded.
+    /// Which chunks of a prompt the drive may have. The first `there` are on it, and `loaded` says
+    /// which of them are loaded; `generated` tokens followed the prompt, where that is known.
     pub(super) fn decide(
         &mut self,
         (prompt, generated): (&[Block], Option<u32>),
@@ -133,7 +134,7 @@ impl Gate {
     ) -> Vec<bool> {
         let mut goes_on = true;
         let mut decide = |(at, block): (usize, &Block)| {
-            // Zero is no chunk for the policy, but one of the trace.
+            // The policy takes 0 for `no chunk`, and a trace may use it as an id.
             let tag = block.id.wrapping_add(1);
             if at < there {
                 if loaded(at) {

@@ -42,8 +42,7 @@ impl Journal {
         let done = whole.lines().map(str::to_owned).collect();
         let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
         if !cut.is_empty() {
-            // Its line would become part of the next one. A cut digest names no prompt whether or not it is
-            // closed here.
+            // Otherwise the next digest would be appended to the cut one.
             file.set_len((text.len() - cut.len()) as u64).and_then(|()| file.flush()).map_err(failed)?;
         }
         Ok(Self { done, file: Some((path.to_owned(), Mutex::new(file))) })

@@ -19,7 +19,7 @@ use super::server::Server;
 
 /// How long a server that was asked to stop may flush.
 const STOP_PATIENCE: Duration = Duration::from_secs(60);
-/// Of these, what vLLM gives its engine.
+/// Of these, the seconds that vLLM gives its engine to shut down.
 const SHUTDOWN_S: u64 = 30;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -56,7 +56,7 @@ pub(crate) struct Running {
 }
 
 impl Launch<'_> {
-    /// Starts the server and waits until `is_up` says so of its address.
+    /// Starts the server and waits until it answers.
     pub(crate) fn start(&self) -> Result<Running> {
         let port = free_port()?;
         let address = format!("http://127.0.0.1:{port}");
@@ -69,7 +69,8 @@ impl Launch<'_> {
         command.args(["-c", SERVER, &std::process::id().to_string()]);
         command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
         command.args(["--model", self.model, "--enable-prompt-tokens-details"]);
-        // Without it vLLM kills its engine at once when it is stopped, and what it stored last is lost.
+        // Without it vLLM kills its engine at once when it is stopped, and what it stored last is
+        // lost.
         command.args(["--shutdown-timeout", &SHUTDOWN_S.to_string()]);
         command.args(["--kv-transfer-config", &connector.to_string()]).args(self.args);
         command.stdin(Stdio::null()).stdout(std::io::stderr());

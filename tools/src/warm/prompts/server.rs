@@ -1,8 +1,8 @@
 //! An OpenAI-compatible server: what it serves, and one-token requests to it.
 //!
-//! A request that the server cannot take now (429, 502, 503, a connection that breaks) is tried
-//! again with growing pauses; what it refuses for good is the prompt's failure, with the server's
-//! own words.
+//! A request that the server cannot take now (408, 429, 502 to 504, a connection that breaks) is
+//! tried again with growing pauses; what it refuses for good is the prompt's failure, with the
+//! server's own words.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::source::Prompt;
 
 /// Most bytes of an answer that are read.
 const MAX_ANSWER_BYTES: u64 = 16 << 20;
-/// First pause before a request is tried again; each further one is twice as long.
+/// The first pause before a request is tried again; each pause is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
 /// A server to send prompts to.
@@ -63,9 +63,9 @@ struct Model {
 
 /// Why a request did not succeed.
 enum Failed {
-    /// Another try may.
+    /// Another try may succeed.
     ForNow(String),
-    /// Another try will not.
+    /// Another try will fail too.
     ForGood(String),
 }
 
