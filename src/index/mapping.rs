@@ -60,8 +60,8 @@ impl Mapping {
         Ok(Self { memory, access: Access::ReadWrite })
     }
 
-    /// Whether the file's pages could not be had any more, so that this is memory of this process
-    /// only.
+    /// Whether a page of the file could no longer be read: this is memory of this process only
+    /// since then.
     pub(super) fn is_lost(&self) -> bool {
         self.memory.is_lost()
     }

@@ -51,7 +51,7 @@ impl Memory {
         }?;
         #[cfg(miri)]
         let map = files::map(file, access, words * 8)?;
-        // Signals are nothing that Miri knows.
+        // Miri knows no signals.
         let is_guarded = !cfg!(miri);
         let guard = is_guarded.then(|| Guard::of(file, map.as_ptr() as usize, words * 8, access == Access::ReadWrite));
         Ok(Self { guard: guard.flatten(), map, words })
@@ -65,8 +65,8 @@ impl Memory {
         Ok(Self { guard: None, map, words })
     }
 
-    /// Whether the file's pages could not be had any more, so that this is memory of this process
-    /// only.
+    /// Whether a page of the file could no longer be read: this is memory of this process only
+    /// since then.
     pub(super) fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(Guard::is_lost)
     }
