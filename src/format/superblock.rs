@@ -135,8 +135,8 @@ impl Superblock {
     /// Of the two pages the newer intact one.
     ///
     /// # Errors
-    /// As [`Superblock::decode`] where neither is intact. [`ErrorKind::Incompatible`] of either page
-    /// comes first, also where the other one is intact.
+    /// As [`Superblock::decode`] where neither is intact. [`ErrorKind::Incompatible`] of either
+    /// page comes first, also where the other one is intact.
     pub fn newest(a: &[u8], b: &[u8]) -> Result<Self> {
         match (Self::decode(a), Self::decode(b)) {
             (Ok(a), Ok(b)) => Ok(if a.generation >= b.generation { a } else { b }),
