@@ -121,7 +121,7 @@ pub struct RegionLayout {
 }
 
 impl RegionLayout {
-    /// Of a region of so many bytes.
+    /// That of a region of `region_bytes` bytes.
     #[must_use]
     pub const fn of(region_bytes: u64) -> Self {
         let pages = (region_bytes as usize / PAGE_BYTES).saturating_sub(1);

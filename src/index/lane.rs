@@ -51,7 +51,7 @@ pub enum SegmentState {
     Condemned = 3,
 }
 
-/// A segment as every process sees it.
+/// What every process sees of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentView {
     /// State.

@@ -123,7 +123,7 @@ impl Mapping {
         self.access == Access::ReadWrite
     }
 
-    /// Maps the pages now instead of at the first access; a kernel that cannot is no failure.
+    /// Maps the pages now instead of at the first access, if the kernel can do so.
     pub(super) fn populate(&self) {
         self.memory.populate(false);
     }

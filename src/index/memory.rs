@@ -98,7 +98,7 @@ impl Memory {
         Some(unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(at).cast::<[AtomicU64; N]>() })
     }
 
-    /// Maps the pages now, to be read or to be written; a kernel that cannot is no failure.
+    /// Maps the pages now, to be read or to be written, if the kernel can do so.
     pub(super) fn populate(&self, write: bool) {
         let advice = if write { Advice::PopulateWrite } else { Advice::PopulateRead };
         let half = (self.words * 8 / 2).next_multiple_of(1 << 21);

@@ -176,7 +176,7 @@ impl Table {
         self.map.load(W_MOVED) != 0
     }
 
-    /// Tells readers of this table to attach anew; to be called when the new file bears the name. A
+    /// Tells readers of this table to attach anew; to be called when the new file has its name. A
     /// writer that adopts a lane calls it on the table it finds. Nothing happens on a read-only
     /// mapping.
     pub fn mark_moved(&self) {

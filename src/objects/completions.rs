@@ -88,7 +88,7 @@ impl Completions {
             Some(place) => *place = Some(completion),
             None => self.queue(&mut state, completion),
         }
-        // Whoever waits for this batch, and whoever closes, which waits for all.
+        // Wakes those who wait for this batch, and a close, which waits for all batches.
         self.ended.notify_all();
     }
 

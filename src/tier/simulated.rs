@@ -2,8 +2,8 @@
 //! real code, from a message on. The others are simulated, and do whatever a process may do: they
 //! ask, fill, read, give up and die, and each message takes as long as the seed wants.
 //!
-//! What is checked after each step: whoever may read a frame finds the bytes of the chunk that was
-//! asked for, all of them; nobody else is given a frame that somebody fills.
+//! Checked after each step: a process that may read a frame finds all bytes of the chunk that it
+//! asked for; a frame that is being filled is given to no other process.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -24,7 +24,7 @@ const FRAMES: usize = 4;
 const PROCESSES: usize = 3;
 const KEYS: u64 = 3;
 const STEPS: usize = 1500;
-/// A frame is filled in so many pieces.
+/// Pieces in which a frame is filled.
 const PIECES: usize = 2;
 
 /// What a test run has come across, to show that it has tested something.
@@ -210,7 +210,7 @@ impl World<'_> {
             let Connection { peer, region, late, .. } = self.dying.swap_remove(at);
             let offsets: Vec<_> = late.iter().flatten().filter(|u| u.filled.is_some()).map(|u| u.memory.as_slice().as_ptr()).collect();
             owner.part(peer);
-            // The drive may go on writing to where it was told to: in other memory.
+            // The drive may go on writing: the frame must have other memory by now.
             let frames = (0..FRAMES).map(|n| region.slot(n * FRAME..(n + 1) * FRAME, Box::new(())).unwrap());
             for frame in frames.filter(|f| offsets.contains(&f.as_slice().as_ptr())) {
                 assert!(frame.as_slice().iter().all(|b| *b == 0), "memory that a dead process was filling is used again");

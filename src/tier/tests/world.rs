@@ -1,9 +1,9 @@
-//! Processes that share frames, their threads that fill and read them, and a drive that finishes its
-//! transfers after the death of their process: in thousands of orders, with deaths at any step.
+//! Processes that share frames, their threads that fill and read them, and a drive that finishes
+//! its transfers after the death of their process: in thousands of orders, with deaths at any step.
 //!
-//! Every word of a frame names the chunk, its sequence, its place and the memory that it was written
-//! to. So a reader notices a frame that was given to another chunk, is half full, is of another put,
-//! or was filled for another owner.
+//! Every word of a frame names the chunk, its sequence, its place and the memory that it was
+//! written to. So a reader notices a frame that was given to another chunk, is half full, is of
+//! another put, or was filled for another owner.
 
 use std::os::fd::AsFd;
 use std::ops::Range;
