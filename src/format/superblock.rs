@@ -81,8 +81,8 @@ impl Superblock {
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] where it is not an intact superblock; [`ErrorKind::Incompatible`]
-    /// where its version or features are not known here. A newer version is not held against its
-    /// CRC, whose place it may have changed.
+    /// where its version or features are not known here. A newer version is refused before the CRC
+    /// is checked, whose place it may have changed.
     pub fn decode(b: &[u8]) -> Result<Self> {
         let b = b.get(..PAGE_BYTES).ok_or_else(|| corrupt("the superblock is cut short"))?;
         if !b.starts_with(MAGIC) {

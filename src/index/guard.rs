@@ -95,7 +95,7 @@ impl Guard {
         Some(Self { slot: number, _file: file })
     }
 
-    /// Whether stores of this process no longer reach the others, and theirs not this one.
+    /// Whether the mapping is lost: processes no longer see each other's stores.
     pub(super) fn is_lost(&self) -> bool {
         ALL.get(self.slot).is_some_and(|slot| slot.state.load(Ordering::Acquire) != SHARED)
     }

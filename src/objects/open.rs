@@ -19,7 +19,7 @@ use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 /// Part of the fingerprint of every namespace of objects. The number goes up when the bytes in the
 /// slots change.
 const KIND: &str = "forebay objects 1";
-/// Bytes that are moved at a time, where staging is large enough.
+/// Payload bytes that are moved at a time, about.
 const PIECE_BYTES: usize = 1 << 20;
 /// Staging slots are at least this long: the first piece of a coded slot has its header and a whole
 /// extent.

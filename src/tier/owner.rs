@@ -90,7 +90,7 @@ impl Owner {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Ok(None),
-            Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock", e).at(&path)),
+            Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock the memory tier", e).at(&path)),
         }
         steps::step();
         let socket = dir.join(SOCKET);

@@ -213,7 +213,7 @@ impl Share {
     fn wait(&self, other: Option<PollFd<'_>>, timeout: Option<&rustix::event::Timespec>) {
         let mut polled: Vec<_> = [PollFd::new(&*self.bell, PollFlags::IN)].into_iter().chain(other).collect();
         if let Err(error) = steps::poll(&mut polled, timeout) {
-            tracing::debug!(%error, "the memory tier's thread was woken");
+            tracing::debug!(%error, "the memory tier's thread could not wait");
         }
         self.bell.clear();
     }

@@ -388,8 +388,8 @@ impl Seen {
     }
 }
 
-/// Where to cut a row's kinds so that of the rest, to the row's end, the least share returns: that
-/// share, the first kind of the rest, and how many of its chunks return.
+/// The kinds at the end of a row of which together the least share returns: that share, the first
+/// of these kinds, and how many of their chunks return.
 fn least_returning(expected: &[(f64, f64)], kinds: &Range<usize>) -> Option<(f64, usize, f64)> {
     let (mut returns, mut offered) = (0.0, 0.0);
     let mut best: Option<(f64, usize, f64)> = None;

@@ -14,7 +14,7 @@ use super::groups::{ChunkGroup, MOST_LENGTH, Sort};
 use super::names::NONE;
 use super::{MOST_USES, Prefix, Reuse};
 
-/// The state of a [`Prefix`] at about one moment, as bytes that have been checked.
+/// The state of a [`Prefix`] at about one moment, as valid bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedPrefix {
     bytes: Vec<u8>,
