@@ -284,7 +284,7 @@ impl ObjectBatch {
     }
 }
 
-/// The right to answer for a key of a batch, or for all its occurrences in the batch.
+/// The right to answer for a key of a batch, wherever it occurs in the batch.
 pub(super) struct Ticket {
     pub(super) batch: Arc<ObjectBatch>,
     at: Vec<usize>,

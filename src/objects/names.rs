@@ -47,7 +47,7 @@ pub(super) struct Version {
 }
 
 impl Version {
-    /// That of a head, from what the index knows of it; `None` for objects in one slot.
+    /// The put of a head, from what the index knows of the head; `None` for objects in one slot.
     pub(super) fn of(object: &ChunkKey, length: u64, tenant: u64, depth: u32) -> Option<Self> {
         let parts = 1..=MAX_OBJECT_BYTES.div_ceil(PART_BYTES) as u32;
         let is_head = length == HEAD_BYTES as u64 && tenant != 0 && parts.contains(&depth);

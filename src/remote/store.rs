@@ -158,7 +158,7 @@ impl RemoteStore {
                 return Ok(took);
             }
             let wrong = "a ranged read gave other bytes than were put";
-            Err(Error::new(ErrorKind::Corrupt, wrong).advice("use another store: this one, or a proxy before it, gives wrong bytes"))
+            Err(Error::new(ErrorKind::Corrupt, wrong).advice("this store, or a proxy before it, cannot be used"))
         };
         let large = range(0, PART_BYTES)?;
         let mut small: Vec<Duration> =

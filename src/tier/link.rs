@@ -92,7 +92,7 @@ impl FrameLink {
         let frames = usize::try_from(frames).unwrap_or(usize::MAX);
         let len = frames
             .checked_mul(frame_bytes)
-            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("the memory tier has too many frames: {frames}")))?;
+            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("the owner has too many frames: {frames}")))?;
         let wishes = RegionOptions { hugepages: options.hugepages, numa: None };
         let region = SharedRegion::open(file, len, &wishes)?;
         let link = Arc::new(Self {

@@ -382,7 +382,7 @@ impl Filling {
     fn put(&self, crcs: &[u32], is_unused: bool) {
         let is_put = match &self.source {
             FrameSource::Own(frames) => frames.put(&self.id, &self.fill, (self.rank, is_unused), crcs),
-            // The other process makes the frame of it that is found.
+            // The owner makes it a frame that is found.
             FrameSource::Other(link, lease) => {
                 self.fill.finish().is_some_and(|_| link.publish(*lease, (self.rank, is_unused), crcs))
             }

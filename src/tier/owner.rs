@@ -125,7 +125,7 @@ impl Owner {
                     && e != rustix::io::Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
-                    // Not `return`: what is lent has to be kept.
+                    // What is lent must be kept, below.
                     break;
                 }
                 polled.iter().map(|fd| !fd.revents().is_empty()).collect()
@@ -171,7 +171,7 @@ impl Owner {
                 Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return false,
                 Err(_) if peer.is_over => continue,
                 Err(e) => {
-                    tracing::warn!(error = %e, "a process that uses the memory tier sent a message that cannot be read");
+                    tracing::warn!(error = %e, "a process that uses the memory tier sent an invalid message");
                     return peer.end();
                 }
             };
