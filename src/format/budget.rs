@@ -1,8 +1,8 @@
-//! The `BUDGET` page of a cache directory: the identity of the drive, under whose lock segments are
-//! granted.
+//! The page in the file `BUDGET` of a cache directory: the identity of the drive. Segments are
+//! granted under the lock of this file.
 //!
-//! What is granted is not recorded: it is counted anew from the files, so that it cannot drift from
-//! what is there.
+//! How many are granted is not recorded: the files are counted, so that no number can drift from
+//! them.
 
 use super::{PAGE_BYTES, VERSION, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};

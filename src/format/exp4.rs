@@ -11,11 +11,12 @@
 //! `i` are those of value `i`, the high ones those of value `64 + i`), then 128 bytes of sign and
 //! mantissa. A segment is 128 blocks. The tail has for each segment its dictionary (16 bytes) and
 //! the number of escapes up to its end (4 bytes), and then the escapes: place in the segment (2
-//! bytes), exponent (1 byte). It is as long as makes the whole a multiple of 4 KiB.
+//! bytes), exponent (1 byte). It is padded so that the whole is a multiple of 4 KiB. Segments here
+//! have nothing to do with those of the log.
 //!
-//! Decoding is total: any bytes give values, and none is written outside. Bytes that are all zero
-//! are an extent of zeros. The loops over blocks here are the portable ones; the device has faster
-//! ones that must give the same.
+//! Decoding is total: any bytes give values, and nothing is written outside of the output. Bytes
+//! that are all zero are an extent of zeros. The loops over blocks here are the portable ones; the
+//! device has faster ones that must give the same.
 
 use super::PAGE_BYTES;
 
@@ -45,7 +46,7 @@ const ESCAPE_BYTES: usize = 3;
 /// There is room for one escape in this many values at least.
 const VALUES_PER_ESCAPE: usize = 1024;
 
-/// The exponents that have a code, in the order of their codes; whoever codes has no two the same.
+/// The exponents that have a code, in the order of their codes. Encoders name none of them twice.
 pub type Dictionary = [u8; ENTRIES];
 
 /// A value whose exponent is not in its segment's dictionary.
@@ -109,7 +110,7 @@ impl CodedShape {
     }
 }
 
-/// The tail of a coded extent that is read.
+/// Reads the tail of a coded extent.
 #[derive(Clone, Copy, Debug)]
 pub struct EscapeTail<'a> {
     shape: CodedShape,
@@ -117,7 +118,7 @@ pub struct EscapeTail<'a> {
 }
 
 impl<'a> EscapeTail<'a> {
-    /// The tail of `coded`; what is missing of it counts as zeros.
+    /// The tail of `coded`; bytes that it lacks count as zeros.
     #[must_use]
     pub fn of(shape: CodedShape, coded: &'a [u8]) -> Self {
         Self { shape, bytes: coded.get(shape.tail_at()..).unwrap_or_default() }
@@ -134,7 +135,7 @@ impl<'a> EscapeTail<'a> {
         self.segment(segment).first_chunk().copied().unwrap_or_default()
     }
 
-    /// The number of escapes up to the end of a segment, as far as there is room for them.
+    /// The number of escapes up to the end of a segment, no more than there is room for.
     fn escapes_to(&self, segment: usize) -> usize {
         let count = self.segment(segment).last_chunk().map_or(0, |b| u32::from_le_bytes(*b));
         (count as usize).min(self.shape.room())
@@ -153,7 +154,7 @@ impl<'a> EscapeTail<'a> {
     }
 }
 
-/// What the tail of an extent is to say: filled segment by segment.
+/// Makes the tail of a coded extent, segment by segment.
 #[derive(Clone, Debug)]
 pub struct TailWriter {
     shape: CodedShape,
@@ -162,14 +163,14 @@ pub struct TailWriter {
 }
 
 impl TailWriter {
-    /// That of an extent of which no segment has been coded.
+    /// For an extent of which no segment has been coded yet.
     #[must_use]
     pub fn new(shape: CodedShape) -> Self {
         Self { shape, segments: Vec::with_capacity(shape.segments() * SEGMENT_TAIL), escapes: Vec::new() }
     }
 
-    /// The next segment: its dictionary and its escapes in the order of their places. Whether there
-    /// is room for all so far.
+    /// Adds the next segment: its dictionary, and its escapes in the order of their places. False
+    /// where there is no room for all escapes so far.
     pub fn push(&mut self, dictionary: &Dictionary, escapes: &[Escape]) -> bool {
         for escape in escapes {
             self.escapes.extend_from_slice(&escape.place.to_le_bytes());
@@ -181,7 +182,7 @@ impl TailWriter {
         count <= self.shape.room()
     }
 
-    /// Writes the tail; all of it that says nothing is zero.
+    /// Writes the tail; the bytes after the last escape become zero.
     pub fn write(&self, tail: &mut [u8]) {
         let written = self.segments.iter().chain(&self.escapes).copied();
         for (to, byte) in tail.iter_mut().zip(written.chain(std::iter::repeat(0))) {
@@ -194,7 +195,7 @@ impl TailWriter {
 struct ExponentCounts([u32; 256]);
 
 impl ExponentCounts {
-    /// Of every `step`th value.
+    /// Counts every `step`th value.
     fn of(raw: &[u8], step: usize) -> Self {
         let mut counts = Self([0; 256]);
         for value in raw.chunks_exact(2).step_by(step).filter_map(|v| v.first_chunk()) {
@@ -205,8 +206,9 @@ impl ExponentCounts {
         counts
     }
 
-    /// The exponents seen most often. Of those that were not seen, the likeliest are those below
-    /// the highest: that of a small value comes half as often as the one above it.
+    /// The exponents seen most often. Where fewer than [`ENTRIES`] were seen, the next below the
+    /// highest are the likeliest of the others: each exponent is about half as frequent as the next
+    /// greater one.
     fn dictionary(&self) -> Dictionary {
         let mut seen: Vec<(u32, u8)> = (0..=u8::MAX).zip(self.0).filter(|(_, n)| *n > 0).map(|(e, n)| (n, e)).collect();
         seen.sort_unstable_by_key(|&(count, exponent)| (std::cmp::Reverse(count), exponent));
@@ -220,8 +222,8 @@ impl ExponentCounts {
     }
 }
 
-/// One value in so many tells enough of the exponents; odd, so that no dimension of a head is left
-/// out.
+/// Of the values one in this many is counted. It is odd, so that over the tokens every dimension of
+/// a head gets its turn.
 const SAMPLE_STEP: usize = 13;
 
 /// A good dictionary for a segment, from a sample of its values.
@@ -285,8 +287,7 @@ pub fn decode_blocks(blocks: &[u8], dictionary: &Dictionary, raw: &mut [u8]) {
     }
 }
 
-/// Gives values that are escapes their exponents, where `raw` are those from place `from` of the
-/// segment on.
+/// Sets the exponents of escapes; `raw` has the segment's values from place `from` on.
 pub fn patch(escapes: impl Iterator<Item = Escape>, from: usize, raw: &mut [u8]) {
     for Escape { place, exponent } in escapes {
         let at = usize::from(place).checked_sub(from).and_then(|at| raw.get_mut(2 * at..2 * at + 2));

@@ -1,8 +1,7 @@
-//! The file `FLOORS` of a shard: up to which sequence nothing is served, of everything or of a
-//! tenant.
+//! The file `FLOORS` of a shard: the floor of everything and those of tenants.
 //!
-//! The file holds two copies, one after the other, which are written and flushed in turn. A single
-//! damaged copy loses nothing.
+//! The file holds two copies, one after the other; each is flushed before the other is written, so
+//! that one of them is always intact.
 
 use super::{PAGE_BYTES, VERSION, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
@@ -56,7 +55,7 @@ impl Floors {
             return Err(corrupt("FLOORS is not Forebay's"));
         }
         if le::get_u32(b, 12) > VERSION {
-            return Err(Error::new(ErrorKind::Incompatible, "FLOORS was written by a newer version"));
+            return Err(Error::new(ErrorKind::Incompatible, "FLOORS was written by a newer version: update forebay"));
         }
         if le::get_u32(b, CRC_AT) != crc_with_hole(b, CRC_AT) {
             return Err(corrupt("FLOORS fails its CRC"));
@@ -73,8 +72,8 @@ impl Floors {
     /// Of the two copies the newer intact one.
     ///
     /// # Errors
-    /// As [`decode`](Self::decode) where neither is intact; that either comes from a newer version
-    /// outweighs damage.
+    /// As [`decode`](Self::decode) where neither is intact. [`ErrorKind::Incompatible`] of either
+    /// copy comes first, also where the other one is intact.
     pub fn newest(a: &[u8], b: &[u8]) -> Result<Self> {
         match (Self::decode(a), Self::decode(b)) {
             (Ok(a), Ok(b)) => Ok(if a.generation >= b.generation { a } else { b }),

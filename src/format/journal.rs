@@ -53,8 +53,8 @@ pub fn decode(page: &[u8]) -> Result<JournalPage> {
     decode_some(page, &|_, _| true)
 }
 
-/// The same, with the records of those segments and epochs alone that are `wanted`; the others are
-/// not checked.
+/// As [`decode`], with the records of those segments and epochs alone that are `wanted`; the others
+/// are neither checked nor counted as damaged.
 ///
 /// # Errors
 /// As [`decode`].

@@ -1,9 +1,9 @@
 //! Where the header and every extent of a slot lie: a function of geometry, token count and codec
 //! alone, so that all layers can be read before the header has been seen.
 //!
-//! A slot is `[gap][header][extent 0][extent 1]…[padding]`. Extents start on 4 KiB; where rounding
-//! them to 64 KiB costs less than 2 % of the payload they start on 64 KiB, and the gap lets the
-//! header end on that boundary.
+//! A slot is `[gap][header][extent 0][extent 1]…[padding]`. Extents start on 4 KiB. Where rounding
+//! header and extents to 64 KiB costs less than 2 % of the extents' bytes, they start on 64 KiB,
+//! and the gap lets the header end on such a boundary.
 
 use std::sync::Arc;
 
@@ -91,8 +91,8 @@ impl SlotLayout {
         Self::of_coded_chunk(geometry, tokens, SlotCodec::None)
     }
 
-    /// The layout of a chunk of `tokens` tokens with a codec. Where the whole slot becomes no
-    /// smaller by it, as with most element types, it is that without.
+    /// The layout of a chunk of `tokens` tokens with a codec. Where the element type is not
+    /// bfloat16, or the whole slot becomes no smaller, it is the layout without.
     #[must_use]
     pub fn of_coded_chunk(geometry: &Geometry, tokens: u32, codec: SlotCodec) -> Self {
         let of = |layer: &LayerSpec| ExtentSizes::of(layer, tokens as usize);
@@ -113,9 +113,9 @@ impl SlotLayout {
         Self::new(&[ExtentSizes { payload: len, len, codec: SlotCodec::None }], tlv_bytes)
     }
 
-    /// As [`SlotLayout::of_bytes`], for 16-bit values that are coded: extents of
-    /// [`OBJECT_EXTENT_BYTES`] of them, so that an object can be coded and decoded in pieces. Where
-    /// no extent becomes smaller by it, it is that without.
+    /// As [`SlotLayout::of_bytes`], for 16-bit values that are coded: one extent for every
+    /// [`OBJECT_EXTENT_BYTES`] of them, so that an object can be coded and decoded in pieces.
+    /// Extents that become no smaller are not coded.
     #[must_use]
     pub fn of_coded_bytes(len: usize, tlv_bytes: usize) -> Self {
         if !len.is_multiple_of(2) {
@@ -188,7 +188,7 @@ struct ExtentSizes {
 }
 
 impl ExtentSizes {
-    /// Those of a layer's extent without a codec.
+    /// Sizes of a layer's extent without a codec.
     fn of(layer: &LayerSpec, tokens: usize) -> Self {
         let payload = layer.extent_bytes(tokens);
         Self { payload, len: payload, codec: SlotCodec::None }

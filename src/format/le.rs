@@ -1,6 +1,6 @@
 //! Little-endian fields at byte offsets. Reads beyond the end give zero and writes beyond it are
-//! dropped: callers check the size of a structure once, and a slip can then never panic on bytes
-//! that came from disk.
+//! dropped: callers check the size of a structure once, and a wrong offset cannot panic on bytes
+//! from a drive.
 
 macro_rules! field {
     ($get:ident, $put:ident, $ty:ty) => {

@@ -3,7 +3,11 @@
 //! Integers are little-endian and of fixed width, at explicit offsets; `docs/format.md` lists them
 //! byte by byte. Decoders are total: any bytes give a `Result`, never a panic. Every structure
 //! carries a CRC-32 (the IEEE polynomial, as in zlib) of its own. Whether what a structure *says*
-//! is still true (reused segment, newer version elsewhere) is for the log to judge.
+//! is still true (its segment may have been reused since) is for the log to judge.
+//!
+//! Files: `le.rs` (fields), `superblock.rs`, `journal.rs`, `sealed.rs` and `record.rs` (`index.kv`
+//! of a lane), `layout.rs`, `slot.rs` and `exp4.rs` (slots in `data.kv`, and the codec of their
+//! extents), `floors.rs` (`FLOORS`), `policy.rs` (`policy.state`), `budget.rs` (`BUDGET`).
 
 pub mod budget;
 pub mod exp4;

@@ -1,5 +1,6 @@
-//! The file `policy.state` of a lane: what the policy had learned, for the next start. A hint:
-//! whatever it says, no chunk is served that is not there, and without it the policy begins anew.
+//! The file `policy.state` of a lane: what the eviction policy has learned, for the next start. A
+//! hint: whatever it says, no chunk is served that is not there, and without it the policy begins
+//! anew.
 
 use super::{VERSION, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};

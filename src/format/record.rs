@@ -15,8 +15,8 @@ const MASK_40: u64 = (1 << 40) - 1;
 pub enum RecordKind {
     /// The key's bytes lie at the location.
     Put,
-    /// The slot at the location was given up before its segment was sealed. A hint: its header says
-    /// so itself.
+    /// The slot at the location was given up before its segment was sealed. A hint: what counts is
+    /// whether the slot's header can be read.
     Gone,
 }
 
@@ -63,7 +63,8 @@ impl KeyKind {
     }
 }
 
-/// One slot of the log. Fields wider on disk are cut to their widths there (docs/format.md).
+/// One slot of the log. `tokens`, `depth` and `length` are wider here than on the drive, where they
+/// are cut (docs/format.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// What happened.

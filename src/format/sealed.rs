@@ -1,9 +1,9 @@
 //! A segment's region of the sealed table: one page that says what the segment is, the list of its
 //! slots that are gone, then its records.
 //!
-//! Page and records are written when the segment is sealed; the first page again when the segment
-//! is free. The list grows as slots are given up. It is a hint, so that lookups after a restart
-//! promise little that is not there: whether a slot is there its header says.
+//! First page and records are written when the segment is sealed, and the first page again when the
+//! segment is free. The list grows as slots are given up. It is a hint, so that lookups after a
+//! restart report few chunks that cannot be loaded: whether a slot is there, its header says.
 
 use super::record::{RECORD_BYTES, Record};
 use super::{PAGE_BYTES, corrupt, crc_with_hole, le};
@@ -121,12 +121,12 @@ pub struct RegionLayout {
 }
 
 impl RegionLayout {
-    /// Of a region of so many bytes.
+    /// That of a region of `region_bytes` bytes.
     #[must_use]
     pub const fn of(region_bytes: u64) -> Self {
         let pages = (region_bytes as usize / PAGE_BYTES).saturating_sub(1);
-        // With so many pages of the list, all records that these name have room; with one more,
-        // those that then still have.
+        // `lists` pages of the list leave room for the records of all slots that they can name. One
+        // page more leaves room for fewer than it could name, but perhaps for more than without it.
         let lists = pages * PAGE_BYTES / (GONE_PER_PAGE * RECORD_BYTES + PAGE_BYTES);
         let full = lists * GONE_PER_PAGE;
         let with_one_more = pages.saturating_sub(lists + 1) * PAGE_BYTES / RECORD_BYTES;
@@ -155,8 +155,8 @@ pub struct GonePage {
     pub segment: u32,
     /// Epoch of the segment.
     pub epoch: u32,
-    /// So many of these slots, the first ones, were unreadable durably when the page was written: a
-    /// power cut may have brought the others back.
+    /// How many of these slots, from the first on, were durably unreadable when the page was
+    /// written. A power cut may have brought the others back.
     pub settled: u32,
     /// First pages of the slots within the segment, in 4 KiB pages.
     pub slots: Vec<u32>,
@@ -181,8 +181,7 @@ impl GonePage {
         b
     }
 
-    /// Reads the page; `None` where it is not an intact page of the list, as where none was ever
-    /// written.
+    /// Reads the page; `None` where it is damaged or was never written.
     #[must_use]
     pub fn decode(b: &[u8]) -> Option<Self> {
         let b = b.get(..PAGE_BYTES)?;
@@ -200,8 +199,8 @@ impl GonePage {
     }
 }
 
-/// Intact records of a region's bytes behind its first page, and how many of `count` were damaged
-/// or missing.
+/// The intact records among the bytes from [`RegionLayout::records_at`] on, and how many of `count`
+/// were damaged or missing.
 #[must_use]
 pub fn decode_records(body: &[u8], count: u32) -> (Vec<Record>, u32) {
     let records: Vec<Record> =

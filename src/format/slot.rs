@@ -60,7 +60,7 @@ pub struct SlotHeader {
     pub created_ms: u64,
     /// Unix seconds after which it is not served; 0 for never.
     pub expiry_s: u64,
-    /// The record's sequence, so that a rebuild can order versions.
+    /// The record's sequence, so that a rebuild can order the slots of a key.
     pub sequence: u64,
     /// Segment the slot was written to.
     pub segment: u32,

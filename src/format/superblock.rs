@@ -81,8 +81,8 @@ impl Superblock {
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] where it is not an intact superblock; [`ErrorKind::Incompatible`]
-    /// where its version or features are not known here (judged before the CRC, whose place a
-    /// later version may change).
+    /// where its version or features are not known here. A newer version is refused before the CRC
+    /// is checked, whose place it may have changed.
     pub fn decode(b: &[u8]) -> Result<Self> {
         let b = b.get(..PAGE_BYTES).ok_or_else(|| corrupt("the superblock is cut short"))?;
         if !b.starts_with(MAGIC) {
@@ -94,7 +94,7 @@ impl Superblock {
         if version > VERSION || (sum_is_right && access(features[1], features[2]) == FeatureAccess::Refuse) {
             return Err(Error::new(
                 ErrorKind::Incompatible,
-                format!("format version {version} is newer than this program's"),
+                format!("format version {version}, or a feature in use, is newer than this program's"),
             )
             .advice("update forebay, choose another cache_dir, or set on_incompatible: recreate to lose this cache"));
         }
@@ -135,8 +135,8 @@ impl Superblock {
     /// Of the two pages the newer intact one.
     ///
     /// # Errors
-    /// As [`Superblock::decode`] where neither is intact; that either comes from a newer version
-    /// outweighs damage.
+    /// As [`Superblock::decode`] where neither is intact. [`ErrorKind::Incompatible`] of either
+    /// page comes first, also where the other one is intact.
     pub fn newest(a: &[u8], b: &[u8]) -> Result<Self> {
         match (Self::decode(a), Self::decode(b)) {
             (Ok(a), Ok(b)) => Ok(if a.generation >= b.generation { a } else { b }),

@@ -139,7 +139,7 @@ fn a_newer_version_or_unknown_feature_is_refused_and_not_called_damage() {
     assert_eq!(Superblock::decode(&ro.encode()).unwrap().access(), FeatureAccess::ReadOnly);
 }
 
-/// What is written to the places of a region's parts, for so many records.
+/// Checks that the parts of a region of `bytes` bytes, made for `records` records, fit into it.
 fn assert_parts_fit(records: usize, bytes: usize) {
     let layout = RegionLayout::of(bytes as u64);
     assert!(layout.records >= records, "{layout:?} of {bytes} for {records}");

@@ -86,7 +86,8 @@ pub(super) struct SearchKey {
 pub(super) enum Patience {
     /// Until a writer that lives has surely gone on.
     Full,
-    /// A moment: another bucket is locked for good, and a writer can be in one only.
+    /// A moment: a bucket is known to stay locked, this one or another, and the writer is in one
+    /// bucket at a time.
     Little,
 }
 
@@ -95,7 +96,7 @@ pub(super) const fn entry_word(slot: usize, word: usize) -> usize {
     FIRST_LINE + slot * ENTRY_WORDS + word
 }
 
-/// Some slots of a bucket, the first one first.
+/// Some slots of a bucket, one bit each; the lowest comes first.
 struct Slots(u16);
 
 impl Iterator for Slots {
@@ -118,14 +119,14 @@ pub(super) struct Bucket<'a>(pub(super) Block<'a, BUCKET_WORDS>);
 struct Tags([u64; TAG_WORDS]);
 
 impl Tags {
-    /// Slots that have this tag, one bit each.
+    /// Slots that have this tag.
     #[inline]
     fn slots(self, tag: u16) -> Slots {
         const ONES: u64 = 0x0001_0001_0001_0001;
         const LOW: u64 = 0x7fff * ONES;
         let mask = self.0.iter().rev().fold(0u16, |mask, word| {
             let differs = word ^ (u64::from(tag) * ONES);
-            // The top bit of each part that is zero.
+            // 1 in each 16-bit part that is zero, 0 in the others.
             let equal = !(((differs & LOW) + LOW) | differs | LOW) >> 15;
             mask << 4 | ((equal | equal >> 15 | equal >> 30 | equal >> 45) & 0xf) as u16
         });
@@ -230,7 +231,8 @@ impl Bucket<'_> {
     }
 }
 
-/// The writer's access to a bucket. Loads are plain: nobody else stores.
+/// The writer's access to a bucket. Loads are relaxed: other processes store nothing but marks,
+/// into words that are not loaded here.
 #[derive(Clone, Copy)]
 pub(super) struct BucketMut<'a>(pub(super) &'a [AtomicU64; BUCKET_WORDS]);
 
@@ -288,8 +290,8 @@ impl BucketMut<'_> {
     }
 
     /// Counts an entry that passes this bucket (`on`) or no longer does. The count sticks at its
-    /// maximum, which only makes misses go on longer. One atomic word: readers need no lock for
-    /// it.
+    /// maximum, which only makes misses go on longer. It is one atomic word, so that the sequence
+    /// need not change.
     pub(super) fn pass(&self, on: bool) {
         let word = self.load(LAST_TAGS);
         let count = match (word >> OVERFLOW_SHIFT, on) {
@@ -298,7 +300,7 @@ impl BucketMut<'_> {
             (n, false) => n.saturating_sub(1),
         };
         self.store(LAST_TAGS, word & !(OVERFLOW_MAX << OVERFLOW_SHIFT) | count << OVERFLOW_SHIFT);
-        // The mark must be seen no later than the entry it announces.
+        // The count must be seen no later than the entry that it announces.
         fence(Ordering::Release);
     }
 }

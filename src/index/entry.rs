@@ -13,16 +13,17 @@ pub(super) const ENTRY_WORDS: usize = 8;
 /// The word that holds the sequence, and above it the marks.
 pub(super) const SEQ_WORD: usize = 2;
 
-/// Why an entry is in the table and not served any more; it bears one at most. A mark never makes
-/// an entry another one: sequences are never used twice, so whoever marks one that has changed
-/// meanwhile marks nothing.
+/// Why an entry is in the table and not served any more; it has one at most. A mark never hits
+/// another entry than was meant: it is set by exchanging the sequence word, and no two puts have
+/// the same sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Mark {
-    /// The lane's holder is about to make its slot unreadable, to find that somebody leases it, or
-    /// to move it: soon it is gone, as it was, or somewhere else.
+    /// The lane's writer is about to evict or to move the chunk. Soon the entry is gone or names
+    /// another place, or the mark is taken back because somebody leases the chunk.
     Leaving = 1 << 62,
-    /// Somebody has made its slot unreadable, or found it so: the holder is to forget it.
+    /// Some process has made the slot unreadable, or found it so: the writer is to remove the
+    /// entry.
     Removed = 1 << 63,
 }
 
@@ -44,7 +45,7 @@ pub enum EntryKind {
     Chunk = 1,
     /// An object, or a part of one.
     Object = 2,
-    /// The list of partial chunks stored below a parent; never seen by
+    /// The list of partial chunks stored after a parent; never seen by
     /// [`Table::get`](super::Table::get).
     Partials = 4,
 }
@@ -64,8 +65,8 @@ impl EntryKind {
 /// Where a key's slot lies, and what lookup and reclaim need to know about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The key. Only its first 16 bytes are stored and compared; the others are zero where an entry
-    /// is listed rather than asked for.
+    /// The key. Only its first 16 bytes are stored and compared; the others are zero in entries
+    /// that were not looked up by their key.
     pub key: ChunkKey,
     /// What the entry stands for.
     pub kind: EntryKind,

@@ -63,7 +63,7 @@ static BEFORE: Before = Before(UnsafeCell::new(MaybeUninit::zeroed()));
 static INSTALL: Once = Once::new();
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
 
-/// How many shared mappings this process has lost: where it is 0, none has to be asked.
+/// How many shared mappings this process has lost. While it is 0, no mapping has to be asked.
 pub(crate) fn losses() -> u64 {
     LOSSES.load(Ordering::Relaxed)
 }
@@ -77,8 +77,8 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Guards the mapping of `file` at `start`; it must be dropped before that is unmapped. None
-    /// where too many are guarded.
+    /// Guards the mapping of `file` at `start`; it must be dropped before the mapping is unmapped.
+    /// None where `SLOTS` mappings are guarded already, or the file cannot be duplicated.
     pub(super) fn of(file: &File, start: usize, bytes: usize, writable: bool) -> Option<Self> {
         let file = file.try_clone().ok()?;
         INSTALL.call_once(install);
@@ -95,7 +95,7 @@ impl Guard {
         Some(Self { slot: number, _file: file })
     }
 
-    /// Whether stores no longer reach other processes, or theirs this one.
+    /// Whether the mapping is lost: processes no longer see each other's stores.
     pub(super) fn is_lost(&self) -> bool {
         ALL.get(self.slot).is_some_and(|slot| slot.state.load(Ordering::Acquire) != SHARED)
     }
@@ -134,14 +134,15 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
     // SAFETY: asks for a number.
     if ours || code == libc::SI_TKILL && sender == unsafe { libc::getpid() } {
         // A handler that was installed later, such as Python's faulthandler, has reported a fault,
-        // put this one back, and raised the signal for it. The fault itself comes again when we
-        // return.
+        // put this handler back, and raised the signal again. The fault itself is repeated when
+        // this one returns, and is handled then.
         return;
     }
     pass_on(signal, info, context);
 }
 
-/// Puts memory of this process where the fault was; whether it was in a guarded mapping.
+/// Puts memory of this process where the fault was. False if no guarded mapping is there, or it
+/// cannot be replaced.
 fn exchange(address: usize) -> bool {
     let within = |slot: &&GuardSlot| {
         let (start, bytes) = (slot.start.load(Ordering::Relaxed), slot.bytes.load(Ordering::Relaxed));
@@ -166,7 +167,9 @@ fn exchange(address: usize) -> bool {
             return true;
         }
     }
-    // Another thread may be exchanging the mapping, and this fault be one from before.
+    // Another thread may just be exchanging the mapping. A fault at a page may be from before the
+    // exchange: the access is tried again. A second one in a row means that the page cannot be read
+    // from the file either: it becomes zeros.
     while slot.state.load(Ordering::Acquire) == CHANGING {
         std::hint::spin_loop();
     }
@@ -177,7 +180,7 @@ fn exchange(address: usize) -> bool {
     map(page, page_bytes, libc::MAP_ANONYMOUS, -1)
 }
 
-/// Does what the process did before about a signal that is not ours.
+/// Hands a signal that is not ours to the handler that was installed before this one.
 fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: written before this handler could run; a copy of plain numbers.
     let before = unsafe { (*BEFORE.0.get()).assume_init() };
@@ -185,7 +188,8 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: as in the handler.
             let code = unsafe { (*info).si_code };
-            // SAFETY: restores the system's own action, and asks for it again where no fault will.
+            // SAFETY: restores the default action. A fault is repeated by itself; a signal that was
+            // sent (`code <= 0`) is raised again.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if code <= 0 {

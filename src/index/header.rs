@@ -73,8 +73,8 @@ impl Holder {
     #[must_use]
     pub fn parse(proc_stat: &str, pid_ns_link: &str) -> Option<Self> {
         let pid = proc_stat.split_whitespace().next()?.parse().ok()?;
-        // The command name may hold spaces and brackets; the fields after the last bracket are
-        // plain.
+        // The command name may hold spaces and parentheses; the fields after the last parenthesis
+        // do not.
         let rest = proc_stat.rsplit_once(')')?.1;
         let start: u64 = rest.split_whitespace().nth(19)?.parse().ok()?;
         let ns: u64 = pid_ns_link.split_once('[')?.1.trim_end().strip_suffix(']')?.parse().ok()?;
@@ -190,7 +190,7 @@ pub(super) fn writer(map: &Mapping) -> Holder {
     Holder::of_words(map.load(W_PID) as u32, map.load(W_IDENT))
 }
 
-/// The refusal of a store through a mapping that may only be read.
+/// The refusal of a store through a read-only mapping, or by a process that is not the writer.
 pub(super) fn read_only() -> Error {
-    Error::new(ErrorKind::Permission, "the shared file is mapped read-only")
+    Error::new(ErrorKind::Permission, "this process may only read the shared file")
 }

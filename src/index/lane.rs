@@ -29,15 +29,15 @@ pub(super) const W_RECORDS_HIGH: usize = W_OWN;
 /// Position of the next touch; on a line of its own, since every reader writes it.
 pub(super) const W_RING_HEAD: usize = W_OWN + 8;
 
-/// How often the holder has made slots unreadable, and up to which of these times that is durable.
+/// How often the writer has made slots unreadable, and how many of these times are durable.
 const W_ERASED: usize = W_OWN + 16;
 const W_DURABLE: usize = W_ERASED + 1;
-/// How often others have marked entries as removed.
+/// How often other processes have marked entries as removed.
 const W_REMOVALS: usize = W_ERASED + 2;
-/// Generation of the floors below which the holder has made everything unreadable, durably.
+/// Generation of the floors for which the writer has made everything below unreadable, durably.
 const W_FLOORS_DONE: usize = W_ERASED + 3;
 
-/// What a segment is in.
+/// State of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum SegmentState {
@@ -51,7 +51,7 @@ pub enum SegmentState {
     Condemned = 3,
 }
 
-/// A segment as every process sees it.
+/// What every process sees of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentView {
     /// State.
@@ -69,7 +69,7 @@ pub struct SegmentView {
 /// Why a segment was not condemned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CondemnRefused {
-    /// This process holds a lease on it.
+    /// The process given here holds a lease on it.
     Leased(Holder),
     /// It is not sealed.
     NotSealed,
@@ -82,8 +82,7 @@ pub enum CondemnRefused {
 pub struct LaneSpec {
     /// Segments the lane may ever have, at most 2^24.
     pub segments: u32,
-    /// Segments that may be leased at once; at least one may always be. None: a quarter of
-    /// `segments`.
+    /// Segments that may be leased at once, at least 1. None: a quarter of `segments`.
     pub lease_limit: Option<u32>,
     /// Boot of the machine.
     pub boot: BootId,
@@ -214,8 +213,8 @@ impl SharedLane {
         })
     }
 
-    /// Whether the file's pages could not be had any more: this process sees no others' stores, and
-    /// they none of its own.
+    /// Whether a page of the file could no longer be read: since then this process sees no other's
+    /// stores, and the others see none of its own.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.inner.map.is_lost()
@@ -324,7 +323,7 @@ impl SharedLane {
         let word = self.writer_word(segment, 0).map_err(|_| CondemnRefused::Invalid)?;
         let before = word.load(Ordering::SeqCst);
         let Some((SegmentState::Sealed, epoch)) = unpack(before) else { return Err(CondemnRefused::NotSealed) };
-        // The half of the argument that is the writer's: condemn first, look for leases second.
+        // The writer's half of the argument in `lease.rs`: condemn first, look for leases second.
         word.store(pack(SegmentState::Condemned, epoch), Ordering::SeqCst);
         match self.inner.lease_on(segment, epoch, env) {
             None => Ok(()),
@@ -335,8 +334,8 @@ impl SharedLane {
         }
     }
 
-    /// The holder makes slots unreadable whose entries leave the table before that is durable. To
-    /// be called before they do.
+    /// Counts that the writer makes slots unreadable whose entries leave the table before that is
+    /// durable. To be called before the entries leave.
     pub fn note_erasure(&self) {
         self.add_word(W_ERASED);
     }
@@ -348,40 +347,41 @@ impl SharedLane {
         self.inner.map.load_acquire(W_ERASED)
     }
 
-    /// All that had been made unreadable by the time of [`erasures`](Self::erasures) is so durably.
+    /// Records that all slots made unreadable before [`erasures`](Self::erasures) gave this number
+    /// are so durably.
     pub fn mark_erasures_durable(&self, erasures: u64) {
         if let Some(word) = self.inner.map.word(W_DURABLE) {
             word.fetch_max(erasures, Ordering::SeqCst);
         }
     }
 
-    /// Whether slots that no entry names may be readable again after a power cut, until data.kv is
-    /// flushed.
+    /// Whether every slot that was made unreadable stays so after a power cut. False until data.kv
+    /// has been flushed: slots that no entry names could be readable again.
     #[must_use]
     pub fn erasures_are_durable(&self) -> bool {
         let durable = self.inner.map.load_acquire(W_DURABLE);
         self.erasures() <= durable
     }
 
-    /// Somebody who does not hold the lane has marked entries as removed.
+    /// Counts that a process other than the writer has marked entries as removed.
     pub fn note_removal(&self) {
         self.add_word(W_REMOVALS);
     }
 
-    /// How often that was.
+    /// How often [`note_removal`](Self::note_removal) was called.
     #[must_use]
     pub fn removals(&self) -> u64 {
         self.inner.map.load_acquire(W_REMOVALS)
     }
 
-    /// What lies below the floors of this generation is unreadable, durably.
+    /// Records that everything below the floors of this generation is unreadable, durably.
     pub fn set_floors_done(&self, generation: u64) {
         if let Some(word) = self.inner.map.word(W_FLOORS_DONE) {
             word.store(generation, Ordering::SeqCst);
         }
     }
 
-    /// Generation of the floors for which that is so.
+    /// The generation that [`set_floors_done`](Self::set_floors_done) recorded last.
     #[must_use]
     pub fn floors_done(&self) -> u64 {
         self.inner.map.load_acquire(W_FLOORS_DONE)
@@ -411,8 +411,8 @@ impl MappedLane {
 
     /// Whether a lease on this use of a segment may be given.
     pub(super) fn leasable(&self, segment: u32, epoch: u32) -> bool {
-        // Through the writable word: the argument needs sequential consistency, and only a writable
-        // lane gives leases.
+        // Through the writable word: the argument in `lease.rs` needs sequential consistency, which
+        // read-only memory does not allow; and only a writable lane gives leases.
         self.segment_word(segment)
             .and_then(|at| self.map.word(at))
             .and_then(|w| unpack(w.load(Ordering::SeqCst)))

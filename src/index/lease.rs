@@ -3,19 +3,18 @@
 //! A record is four words: owner, target (segment and epoch), expiry, start time and PID namespace
 //! of the holder. The owner word is the record's state: 0 is free, the top bit a claim in progress,
 //! anything else a lease. A taker claims a free record, fills it, and publishes it by exchanging
-//! the owner word; it ends with one exchange too. So a record that was taken away from its holder
-//! (expired, or the holder died) is never harmed by the holder's own ending of it. A claim that is
-//! ten seconds old belongs to a process that died within it; should that process only have slept,
-//! the lease that got the record meanwhile may be lost, which costs a miss and never a wrong byte,
-//! because loads verify.
+//! the owner word; a lease is ended by an exchange too. So a holder whose lease expired and whose
+//! record another lease has got does not end that one. A claim that is more than ten seconds old is
+//! taken to be that of a dead process; should that process only have slept, the lease that got the
+//! record meanwhile may be lost, which costs a miss and never a wrong byte, because loads verify.
 //!
 //! The argument (Dekker's, all accesses sequentially consistent): a taker publishes its record,
 //! then reads the segment's state; the writer stores `Condemned`, then reads the records. Whichever
 //! comes second sees the other: either the taker withdraws, or the writer refrains.
 //!
 //! A process needs one record per segment however many chunks it leases: it counts its guards
-//! itself. A later expiry takes a new record, with half the asked time in addition, so that a
-//! stream of leases does not renew at every call.
+//! itself. A lease that must last longer takes a new record, for one and a half times the time
+//! asked for, so that a stream of leases does not take a new record at every call.
 
 use std::sync::atomic::Ordering;
 
@@ -47,9 +46,9 @@ pub struct LeaseEnv<'a> {
 /// Why a lease was refused; the chunk may still be read, at the risk of a miss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseRefused {
-    /// The segment's use has ended or is about to.
+    /// The segment is not in this use any more, or about to be reclaimed.
     Gone,
-    /// As many segments are leased as may be.
+    /// As many segments are leased as the lane allows.
     Share,
     /// Every record is in use.
     Full,
@@ -126,7 +125,8 @@ impl SharedLane {
         self.lease_within(segment, epoch, expiry_ns, (env, true))
     }
 
-    /// As [`lease`](Self::lease), however much is leased: for a removal, which ends soon.
+    /// As [`lease`](Self::lease), without the limit on leased segments: for a removal, which ends
+    /// soon.
     ///
     /// # Errors
     /// Why there is none.
@@ -154,7 +154,7 @@ impl SharedLane {
             && mine.expiry_ns >= expiry_ns
             && mine.expiry_ns > env.now_ns
         {
-            // Published and not expired, so the segment cannot have been condemned.
+            // The record is published and not expired, so the segment cannot have been condemned.
             mine.guards += 1;
             return Ok(guard(mine.expiry_ns));
         }
@@ -170,8 +170,8 @@ impl SharedLane {
         Ok(guard(lasting))
     }
 
-    /// Frees the records of leases that expired or whose holder died; returns how many. Nothing
-    /// depends on it: such leases protect nothing anyway.
+    /// Frees the records of leases that expired or whose holder died, and of claims whose process
+    /// died; returns how many. Such leases protect nothing, swept or not.
     pub fn sweep_leases(&self, env: &LeaseEnv<'_>) -> usize {
         self.inner.sweep(env)
     }
@@ -204,7 +204,7 @@ impl MappedLane {
     }
 
     fn records_used(&self) -> usize {
-        // A read-only mapping only looks on; no lease depends on what it sees.
+        // No lease depends on what a read-only mapping sees.
         let looked_at = || self.map.load_acquire(W_RECORDS_HIGH);
         let high = self.map.word(W_RECORDS_HIGH).map_or_else(looked_at, |w| w.load(Ordering::SeqCst));
         self.records.min(usize::try_from(high).unwrap_or(usize::MAX))
@@ -216,11 +216,11 @@ impl MappedLane {
     }
 
     fn end(&self, record: usize, owner: u64) {
-        // Failure means that somebody took the record away after it expired.
+        // It fails where the lease had expired and another process has freed the record.
         let _ = self.exchange(record, owner, 0);
     }
 
-    /// Target, expiry and holder of a published record.
+    /// Owner word, target, expiry and holder of a published record.
     fn read(&self, record: usize) -> Option<(u64, u64, u64, Holder)> {
         for _ in 0..RETRIES {
             let owner = self.record_load(record, OWNER);
@@ -284,7 +284,7 @@ impl MappedLane {
             return false;
         }
         let leased = self.leased(now_ns);
-        // A segment that others lease as well costs the share nothing.
+        // A segment that has a lease beside this one is counted already.
         leased.len() > self.lease_limit && leased.iter().any(|(s, records)| *s == segment && *records == 1)
     }
 
@@ -316,7 +316,7 @@ impl MappedLane {
         if !self.exchange(record, claim, owner) {
             return Err(LeaseRefused::Full);
         }
-        // The taker's half of the argument: published first, look at the state second.
+        // The taker's half of the argument: publish first, look at the state second.
         if !self.leasable(segment, epoch) {
             self.end(record, owner);
             return Err(LeaseRefused::Gone);
@@ -333,8 +333,8 @@ impl MappedLane {
         let claim = CLAIMING | claim_time(now_ns) << 32 | u64::from(self.holder.pid);
         for record in 0..self.records {
             if self.record_load(record, OWNER) == 0 && self.exchange(record, 0, claim) {
-                // Before the record is published, so that a writer that misses the mark comes
-                // before the lease.
+                // Raised before the record is published: a writer that does not look at this record
+                // has condemned the segment before, which the taker will see.
                 self.map.word(W_RECORDS_HIGH)?.fetch_max(record as u64 + 1, Ordering::SeqCst);
                 return Some((record, claim));
             }
@@ -350,7 +350,7 @@ fn claim_time(now_ns: u64) -> u64 {
 #[cfg(test)]
 #[cfg(not(forebay_loom))]
 impl MappedLane {
-    /// Claims a record as a process does that dies before it publishes.
+    /// Claims a record, and neither publishes nor frees it, as a process that dies.
     pub(super) fn die_claiming(&self, now_ns: u64) {
         let _ = self.claim(now_ns);
     }

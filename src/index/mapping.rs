@@ -60,8 +60,8 @@ impl Mapping {
         Ok(Self { memory, access: Access::ReadWrite })
     }
 
-    /// Whether the file's pages could not be had any more, so that this is memory of this process
-    /// only.
+    /// Whether a page of the file could no longer be read: this is memory of this process only
+    /// since then.
     pub(super) fn is_lost(&self) -> bool {
         self.memory.is_lost()
     }
@@ -123,7 +123,7 @@ impl Mapping {
         self.access == Access::ReadWrite
     }
 
-    /// Maps the pages now instead of at the first access; a kernel that cannot is no failure.
+    /// Maps the pages now instead of at the first access, if the kernel can do so.
     pub(super) fn populate(&self) {
         self.memory.populate(false);
     }

@@ -51,7 +51,7 @@ impl Memory {
         }?;
         #[cfg(miri)]
         let map = files::map(file, access, words * 8)?;
-        // Signals are nothing that Miri knows.
+        // Miri knows no signals.
         let is_guarded = !cfg!(miri);
         let guard = is_guarded.then(|| Guard::of(file, map.as_ptr() as usize, words * 8, access == Access::ReadWrite));
         Ok(Self { guard: guard.flatten(), map, words })
@@ -65,8 +65,8 @@ impl Memory {
         Ok(Self { guard: None, map, words })
     }
 
-    /// Whether the file's pages could not be had any more, so that this is memory of this process
-    /// only.
+    /// Whether a page of the file could no longer be read: this is memory of this process only
+    /// since then.
     pub(super) fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(Guard::is_lost)
     }
@@ -98,7 +98,7 @@ impl Memory {
         Some(unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(at).cast::<[AtomicU64; N]>() })
     }
 
-    /// Maps the pages now, to be read or to be written; a kernel that cannot is no failure.
+    /// Maps the pages now, to be read or to be written, if the kernel can do so.
     pub(super) fn populate(&self, write: bool) {
         let advice = if write { Advice::PopulateWrite } else { Advice::PopulateRead };
         let half = (self.words * 8 / 2).next_multiple_of(1 << 21);

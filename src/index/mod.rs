@@ -6,39 +6,48 @@
 //! * **`table.shm`**, one per lane ([`Table`]): the entries. The lane's one writer inserts and
 //!   removes, everybody reads. Growing makes a new file that replaces the old one; the old one is
 //!   marked `moved`, and readers attach anew.
-//! * **`lane.shm`**, one per lane ([`SharedLane`]): segment states, leases, touch ring. It is apart
-//!   from the table because it must outlive it: a lease taken before the table grew, or before the
-//!   writer died and another adopted the lane, still holds.
+//! * **`lane.shm`**, one per lane ([`SharedLane`]): segment states, leases, touch ring, counts of
+//!   removals. It is apart from the table because it must outlive it: a lease taken before the
+//!   table grew, or before the writer died and another adopted the lane, still holds.
 //! * **`shard.shm`**, one per shard ([`SharedShard`]): sequence counter, lane generation, floors.
 //!
 //! # A bucket
-//! 512 bytes, eight cache lines. The first line holds the sequence word (odd while the writer is in
-//! the bucket), seven tags of 16 bits, a count of the entries that found the bucket full and went
-//! on, and seven kinds. The other seven lines hold one entry of eight words each. A miss usually
-//! costs one cache line, a hit two; [`Table::lookup`] fetches both ahead of need. An entry that
-//! finds its bucket full goes to the next of [`MAX_PROBE`] places; entries never move afterwards,
-//! so that a reader needs no more than one consistent bucket at a time. The two top bits of an
-//! entry's sequence are marks ([`Mark`]), which any process may set: what bears one is not served.
+//! 1024 bytes, 16 cache lines. The first line holds the sequence word (odd while the writer is in
+//! the bucket), [`SLOTS_PER_BUCKET`] tags of 16 bits, a count of the entries that found the bucket
+//! full and went on, and the kinds. Each of the other 15 lines holds one entry of eight words. A
+//! search reads the first line of a bucket or two, and a hit the entry's line; [`Table::lookup`]
+//! fetches both ahead of need. An entry that finds its bucket full goes to the next of
+//! [`MAX_PROBE`] buckets; entries never move afterwards, so that a reader needs no more than one
+//! consistent bucket at a time. The two top bits of an entry's sequence are marks ([`Mark`]), which
+//! any process may set: an entry with one is not served.
 //!
 //! # Invariants
 //! * Every offset, length and index that comes from shared memory is checked against the mapping.
 //!   Garbage gives `ErrorKind::Corrupt` or misses; every loop is bounded. What the table says is a
 //!   hint: the log verifies headers and CRCs.
 //! * The sequence word makes an entry that is read whole: it is what the writer once inserted, or a
-//!   miss. A writer that dies within a bucket leaves that bucket a miss, after a bounded wait;
-//!   other buckets are not concerned.
+//!   miss. A writer that dies within a bucket makes every search that reaches this bucket a miss,
+//!   after a bounded wait; other searches are not concerned.
 //! * Recency is kept on the writer's heap ([`Recency`]), never in the shared pages: lookups would
 //!   dirty them, and the kernel would write them to the drive over and over. Readers report what
 //!   they touch through a small ring ([`SharedLane::touch`]).
-//! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::SharedLane::lease)
-//!   for the argument.
-//!
+//! * A segment with a live lease is not reclaimed: `lease.rs` has the argument.
 //! * A file whose pages can no longer be read (the file system has shut itself down, the drive
 //!   died, the file was cut) becomes memory of this process only, and says so ([`Table::is_lost`],
 //!   [`SharedLane::is_lost`], [`SharedShard::is_lost`]): `guard.rs`.
 //!
-//! This room does no I/O and has no clock: the log makes and opens the files (fallocated, so that a
-//! full file system raises no `SIGBUS`), and passes time, boot id, process identity and liveness.
+//! This room reads and writes no files and has no clock: the log makes and opens the files
+//! (fallocated, so that a full file system raises no `SIGBUS`), and passes time, boot id, process
+//! identity and liveness.
+//!
+//! # Files
+//! * `memory.rs`, `mapping.rs`, `guard.rs`: mapped memory, bounds-checked words, `SIGBUS`.
+//! * `header.rs`: the first page of every shared file. `sync.rs`: atomics, exchanged for loom's.
+//! * `table.rs`, `bucket.rs`, `entry.rs`, `write.rs`, `partials.rs`: `table.shm`; what only the
+//!   writer does is in `write.rs` and `partials.rs`.
+//! * `lane.rs`, `lease.rs`, `touch.rs`: `lane.shm`. `shard.rs`: `shard.shm`.
+//! * `recency.rs`: when entries were used last, in the writer's own memory.
+//! * `policy/`: what is stored and what is evicted.
 
 mod bucket;
 mod entry;

@@ -2,8 +2,8 @@
 //!
 //! A partial chunk has a key of its own, made of its tokens; to find it, a lookup must know how
 //! many tokens to hash. The list lies in the same table under the parent's key with its bits
-//! changed, as up to eight pairs of length and number of chunks with that length (two prompts may
-//! continue one parent with different tokens).
+//! changed (`TWEAK`), as up to eight pairs of a length and the number of chunks of that length: two
+//! prompts may continue one parent with different tokens.
 
 use super::bucket::Line;
 use super::entry::{ENTRY_WORDS, EntryKind, key_words};

@@ -72,7 +72,7 @@ pub struct SurveyOptions {
     pub hot_percent: u8,
     /// Look at one bucket in this many, and estimate; 1 is exact.
     pub sample_every: usize,
-    /// Which of them to begin with; vary it.
+    /// The bucket to begin with, below `sample_every`. Vary it, so that all are seen in time.
     pub offset: usize,
     /// Unix seconds: what has expired by then does not count.
     pub now_s: u64,

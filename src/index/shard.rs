@@ -12,13 +12,14 @@ use super::mapping::{Access, Mapping};
 use crate::error::{Error, ErrorKind, Result};
 
 const W_SEQ: usize = W_OWN;
-/// Apart from the sequence counter, which every store writes: readers poll these.
+/// Readers poll this and the words after it, so they lie on another cache line than the sequence
+/// counter, which every store writes.
 const W_LANES: usize = W_OWN + 8;
 /// Nothing with a sequence up to and with this one is served.
 const W_FLOOR: usize = W_LANES + 1;
 /// One more than the highest place of a tenant's floor ever used.
 const W_TENANTS_HIGH: usize = W_FLOOR + 1;
-/// Changes of the floors so far.
+/// Generation of the floors, raised with every change.
 const W_FLOORS_GENERATION: usize = W_FLOOR + 2;
 /// Places of tenants' floors: tenant and sequence; a place whose sequence is 0 is free.
 const TENANTS: usize = 1024;
@@ -81,8 +82,8 @@ impl SharedShard {
         Ok(seq)
     }
 
-    /// Whether the file's pages could not be had any more: this process sees no others' stores, and
-    /// they none of its own.
+    /// Whether a page of the file could no longer be read: since then this process sees no other's
+    /// stores, and the others see none of its own.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.map.is_lost()
@@ -176,7 +177,7 @@ impl SharedShard {
             else {
                 return;
             };
-            // Without a floor while it changes hands.
+            // No floor is there while the place goes from one tenant to another.
             floor.store(0, Ordering::SeqCst);
             its.store(tenant, Ordering::SeqCst);
             floor.store(seq, Ordering::SeqCst);
@@ -187,7 +188,8 @@ impl SharedShard {
         self.raise(W_FLOORS_GENERATION, generation);
     }
 
-    /// How often the floors have been changed.
+    /// The generation that [`set_floors`](Self::set_floors) was given last: it rises with every
+    /// change.
     #[must_use]
     pub fn floors_generation(&self) -> u64 {
         self.map.load_acquire(W_FLOORS_GENERATION)

@@ -1,8 +1,8 @@
 //! The table of one lane: making it, attaching to it, looking up.
 //!
 //! A `Table` made by [`Table::create`] or [`Table::anonymous`] is the lane's writer; one made by
-//! [`Table::attach`] only reads. The log lets no two writers be. Lookups take no lock and make no
-//! system call.
+//! [`Table::attach`] only looks up and marks. The log makes sure that a lane has one writer.
+//! Lookups take no lock, and make no system call unless they wait for a writer within a bucket.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -21,7 +21,8 @@ use crate::key::ChunkKey;
 /// Entries in the table, kept by the writer for everybody's statistics.
 pub(super) const W_LEN: usize = W_OWN;
 
-/// Keys in flight between the fetch of a bucket's first line, of its entry, and the comparison.
+/// How many keys the fetch of a bucket's first line is ahead of that of the entry's line, and this
+/// of the comparison.
 pub(super) const LOOKAHEAD: usize = 24;
 
 /// What a new table is made for.
@@ -44,7 +45,7 @@ pub(super) struct WriterState {
     pub(super) used: u64,
     /// Of these, entries.
     pub(super) entries: u64,
-    /// An entry found no slot within reach.
+    /// Whether an entry has found no slot within reach.
     pub(super) crowded: bool,
 }
 
@@ -74,7 +75,8 @@ pub struct Table {
 /// go on to a second bucket, as nine in ten entries lie in their first one.
 fn buckets_for(max_entries: u64) -> Option<u64> {
     let slots = max_entries.checked_mul(16)?.div_ceil(15);
-    // Slots are numbered with 32 bits; a few buckets more than needed let small tables spread.
+    // Two buckets more than needed, so that small tables have several. Slots are numbered with 32
+    // bits.
     let buckets = slots.div_ceil(SLOTS_PER_BUCKET as u64).checked_add(2)?;
     (buckets < u64::from(u32::MAX) / SLOTS_PER_BUCKET as u64).then_some(buckets)
 }
@@ -87,7 +89,7 @@ impl Table {
     /// Bytes of a table file for `max_entries`, a multiple of 4096.
     ///
     /// # Errors
-    /// `InvalidInput` beyond about 3.7 billion entries.
+    /// `InvalidInput` beyond about 4.0 billion entries.
     pub fn file_bytes(max_entries: u64) -> Result<u64> {
         let buckets = buckets_for(max_entries)
             .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("{max_entries} entries are too many")))?;
@@ -161,8 +163,8 @@ impl Table {
         if self.writer.is_some() { self.map.populate_write() } else { self.map.populate() }
     }
 
-    /// Whether the file's pages could not be had any more: this process sees no others' stores, and
-    /// they none of its own.
+    /// Whether a page of the file could no longer be read: since then this process sees no other's
+    /// stores, and the others see none of its own.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.map.is_lost()
@@ -174,13 +176,13 @@ impl Table {
         self.map.load(W_MOVED) != 0
     }
 
-    /// Tells readers of this table to attach anew; to be called when the new file bears the name. A
+    /// Tells readers of this table to attach anew; to be called when the new file has its name. A
     /// writer that adopts a lane calls it on the table it finds. Nothing happens on a read-only
     /// mapping.
     pub fn mark_moved(&self) {
         if let Some(word) = self.map.word(W_MOVED) {
-            // Before the marks are carried over: who marks here and does not see this is seen
-            // there.
+            // Before `carry_marks`: whoever marks an entry here and does not see this store has
+            // marked it early enough for `carry_marks` to see.
             word.store(1, Ordering::SeqCst);
         }
     }
@@ -215,8 +217,8 @@ impl Table {
         self.buckets * SLOTS_PER_BUCKET
     }
 
-    /// Lookups through this object that missed because the writer stayed within a bucket for
-    /// milliseconds: it died, or the machine took its processor away.
+    /// Lookups through this object that missed because the writer stayed within a bucket: it died,
+    /// or was not running for milliseconds.
     #[must_use]
     pub fn gave_up(&self) -> u64 {
         self.gave_up.load(Ordering::Relaxed)
@@ -268,9 +270,9 @@ impl Table {
         Some((Entry { key: *key, ..Entry::unpack(&words, kind) }, slot, Mark::of(words[SEQ_WORD])))
     }
 
-    /// Marks the entry of `key`, if it is the one of sequence `seq` and bears no mark yet: it is
-    /// not served from then on, by any process; whether it did. Not only the writer may: no
-    /// more than the entry's word is changed, and only from what it was.
+    /// Marks the entry of `key`, if its sequence is `seq` and it has no mark yet; returns whether
+    /// it did. No process serves the entry from then on. Any process may mark: this exchanges one
+    /// word of the entry, and only if it is what was expected.
     ///
     /// # Errors
     /// `Permission` on a read-only mapping; `Busy` where another table has taken this one's place:
@@ -304,14 +306,14 @@ impl Table {
         Ok(word.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok())
     }
 
-    /// The slot of a key of which only the first eight bytes (little endian) are known, as the
-    /// touch ring reports it.
+    /// The slot of an entry whose key begins with these eight bytes (little endian), as the touch
+    /// ring reports them.
     #[must_use]
     pub fn slot_of_tag(&self, tag: u64) -> Option<u32> {
         self.find(tag, None).map(|(_, slot)| slot)
     }
 
-    /// An entry whose key begins with `tag`; of its key only as much as the table keeps.
+    /// An entry whose key begins with `tag`, if it is served. Its key has its first 16 bytes only.
     #[must_use]
     pub fn get_tag(&self, tag: u64) -> Option<Entry> {
         let ((words, kind, _), _) = self.find(tag, None)?;
@@ -366,7 +368,7 @@ impl Table {
         }
     }
 
-    /// Visits every entry that bears `mark`.
+    /// Visits every entry that has `mark`. Keys have their first 16 bytes only.
     pub fn for_each_marked(&self, mark: Mark, mut visit: impl FnMut(&Entry)) {
         for b in 0..self.buckets {
             self.for_each_line_of(b, &mut |line, _| {
@@ -394,7 +396,8 @@ impl Table {
         self.map.prefetch(word_of(place(lo, self.buckets).0));
     }
 
-    /// Fetches the line that holds the key, or that an `empty` tag says is free for it.
+    /// Fetches the line that is likely to hold the key; with `empty`, which is 0, the first free
+    /// line. Where neither is in the home bucket, the first line of the next one.
     #[inline]
     pub(super) fn prefetch_line(&self, lo: u64, empty: Option<u16>) {
         let (home, tag) = place(lo, self.buckets);

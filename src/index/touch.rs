@@ -46,8 +46,8 @@ impl SharedLane {
         let lost = behind.saturating_sub(inner.ring as u64);
         for back in (1..=behind - lost).rev() {
             let Some(word) = inner.map.word(inner.ring_word(head.wrapping_sub(back))) else { continue };
-            // Taken out, so that a position whose reader has not stored yet does not repeat the
-            // touch of a lap before.
+            // Taken out: where a reader has taken this position and not stored yet, the touch of
+            // the lap before would be visited again.
             match word.swap(0, Ordering::Acquire) {
                 0 => {}
                 tag => visit(tag),

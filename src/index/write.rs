@@ -1,8 +1,8 @@
 //! What the lane's writer does to its table: insert, remove, clear, grow.
 //!
-//! Writers of one process take turns under a lock; readers never see it. An entry appears by one
-//! bucket write after the passed buckets were marked, and disappears by one bucket write before
-//! they are unmarked: a reader at any point sees the table before or after.
+//! Threads of the writer's process take turns under a lock, which readers do not need. An entry
+//! appears by one write of its bucket, after the buckets that it passed have counted it, and
+//! disappears by one write before they uncount it: a reader sees the table before or after.
 
 use std::sync::atomic::Ordering;
 
@@ -125,7 +125,7 @@ impl Table {
     }
 
     /// Removes everything with a sequence up to and with `seq`, lists of partial chunks included;
-    /// returns how many went.
+    /// returns how many were removed.
     ///
     /// # Errors
     /// `Permission` if this is not the writer's table.
@@ -175,9 +175,9 @@ impl Table {
         Ok(())
     }
 
-    /// Marks in `larger` what was marked here after it had been copied. To be called after
-    /// [`mark_moved`](Self::mark_moved): who marks an entry here later than that finds that the
-    /// table has moved.
+    /// Marks in `larger` the entries that were marked as removed here after they had been copied.
+    /// To be called after [`mark_moved`](Self::mark_moved): whoever marks an entry here later than
+    /// that finds that the table has moved, and marks in `larger`.
     ///
     /// # Errors
     /// As [`mark`](Self::mark).

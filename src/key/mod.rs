@@ -126,7 +126,7 @@ impl Chain {
     }
 
     /// The chain of chunks that a server names itself, in the order of `names`. Each name has to
-    /// tell the chunk's whole prefix, as a key over tokens does.
+    /// depend on the chunk's whole prefix, as a key over tokens does.
     #[must_use]
     pub fn named(names: &[impl AsRef<[u8]>], chunk_tokens: u32) -> Self {
         let keys = names.iter().map(|name| named_chunk_key(name.as_ref())).collect();

@@ -284,7 +284,7 @@ impl ObjectBatch {
     }
 }
 
-/// The right to answer for a key, or for several times the same key, of a batch.
+/// The right to answer for a key of a batch, wherever it occurs in the batch.
 pub(super) struct Ticket {
     pub(super) batch: Arc<ObjectBatch>,
     at: Vec<usize>,

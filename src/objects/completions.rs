@@ -2,8 +2,8 @@
 //! to be taken.
 //!
 //! Invariants:
-//! - Nobody sees the end of a batch before its submit has returned its id.
-//! - A completion that is withheld goes to who waits for its batch, and to nobody else.
+//! - A completion is not drained before the submit of its batch has made its id known.
+//! - A completion that is withheld goes to whoever waits for its batch, and is never drained.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -20,11 +20,11 @@ use crate::io::EventFd;
 struct CompletionState {
     next_id: u64,
     active: HashMap<u64, Active>,
-    /// Batches whose completions are not to be drained, or not yet: with these where they have
-    /// ended.
+    /// Batches whose completions are not to be drained, or not yet; with the completion where a
+    /// batch has ended.
     withheld: HashMap<u64, Option<ObjectCompletion>>,
     ended: VecDeque<ObjectCompletion>,
-    /// Keys of active batches that were taken up.
+    /// Keys of active batches, refused ones not counted.
     keys: usize,
     closed: bool,
 }
@@ -88,7 +88,7 @@ impl Completions {
             Some(place) => *place = Some(completion),
             None => self.queue(&mut state, completion),
         }
-        // Whoever waits for this batch, and whoever closes, which waits for all.
+        // Wakes those who wait for this batch, and a close, which waits for all batches.
         self.ended.notify_all();
     }
 
@@ -155,7 +155,7 @@ impl Completions {
         self.state.lock().closed = true;
     }
 
-    /// Waits until no batch is under way; those that are left at the deadline.
+    /// Waits until no batch is under way; gives those that are left at the deadline.
     pub(super) fn wait_idle(&self, deadline: Instant) -> Vec<Arc<ObjectBatch>> {
         let mut state = self.state.lock();
         while !state.active.is_empty() && Instant::now() < deadline {

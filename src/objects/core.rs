@@ -29,7 +29,8 @@ pub(super) struct Core {
     pub(super) counters: Arc<ObjectCounters>,
     pub(super) removal: RemovalThread,
     pub(super) io_timeout: Duration,
-    /// A put has waited for room in vain, and none has found any since: those after it do not wait.
+    /// Whether a put has waited for room in vain, and none has found any since: later puts do not
+    /// wait.
     pub(super) starved: AtomicBool,
     /// Objects in parts that are being stored. The log knows of them only when their heads are
     /// written.
@@ -85,17 +86,17 @@ impl Core {
     }
 }
 
-/// Told once how a slot's reading or writing has ended.
+/// Called once, with how the reading or writing of a slot has ended.
 pub(super) type Done<T> = Box<dyn FnOnce(&Arc<Core>, std::result::Result<T, ObjectCause>) + Send>;
 
-/// Counts the pieces of a slot down, keeps the first failure.
+/// The pieces of a slot that have not ended, and the first failure.
 #[derive(Debug)]
 pub(super) struct Pieces {
     left: usize,
     failed: Option<ObjectCause>,
     /// CRC over each piece.
     sums: Vec<crc32fast::Hasher>,
-    /// Each piece is an extent of its own; otherwise all of them are one.
+    /// Whether each piece is an extent; otherwise all of them together are one.
     are_extents: bool,
 }
 
@@ -108,7 +109,8 @@ impl Pieces {
         self.failed.is_some()
     }
 
-    /// Notes the end of a piece; once it was the last, the CRC of each extent.
+    /// Notes the end of a piece. After the last one gives the CRC of each extent, or the first
+    /// failure.
     pub(super) fn ended(
         &mut self,
         piece: usize,

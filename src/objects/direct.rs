@@ -1,8 +1,8 @@
 //! Which bytes of a value go straight between the drive and the caller's memory, and the hold that
 //! keeps a batch from ending while they do.
 //!
-//! Invariants: only registered memory is given to the kernel; of a batch with such bytes under way
-//! the answer comes after the kernel has let go of them, whatever became of the transfer.
+//! Invariants: only registered memory is given to the kernel; a batch ends only after the kernel
+//! has let go of its memory, whatever became of the transfers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,10 +20,10 @@ use crate::io::{Buf, MemRegion};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
-/// Bytes of a direct transfer: large enough for the drive, small enough that the check of one
-/// finds it in the processor's cache and runs beside the next.
+/// Bytes of a direct transfer: large enough for the drive, and so small that its bytes are still in
+/// the processor's cache when they are checked, while the next transfer runs.
 const DIRECT_BYTES: usize = 1 << 20;
-/// Shorter runs are copied: that costs less than a transfer of their own.
+/// Shorter runs go through staging: a copy costs less than a transfer of their own.
 const LEAST_DIRECT_BYTES: usize = 64 << 10;
 
 /// The caller's registered memory.
@@ -50,10 +50,10 @@ impl CallerRegions {
 
 /// Bytes of a slot that are moved at once.
 pub(super) struct Piece {
-    /// Offset, from where the slot's transfer begins.
+    /// Offset from the start of the slot's transfer.
     pub(super) from: usize,
     pub(super) len: usize,
-    /// The memory, where they do not go through staging.
+    /// The registered memory that they lie in; `None` where they go through staging.
     pub(super) direct: Option<DirectMemory>,
 }
 
@@ -95,7 +95,7 @@ pub(super) fn cut(
     for span in memory.spans() {
         if let Some((skip, len, region)) = direct_run(registered, span, at) {
             stage_until(&mut pieces, at + skip, at + skip + len);
-            // Of equal lengths, rather than a short one at the end.
+            // About equal lengths: a short piece at the end would cost a transfer of its own.
             let step = len.div_ceil(len.div_ceil(DIRECT_BYTES)).next_multiple_of(PAGE_BYTES);
             for start in (0..len).step_by(step) {
                 let (len, offset) = (step.min(len - start), skip + start);
@@ -138,11 +138,11 @@ fn direct_run(registered: &CallerRegions, span: &Span, at: usize) -> Option<(usi
     Some((skip, len, registered.find(address, span.len)?))
 }
 
-/// The kernel uses memory of a batch: it does not end before this does.
+/// Keeps a batch from ending while the kernel uses its memory.
 pub(super) struct KernelHold(Arc<ObjectBatch>);
 
 impl KernelHold {
-    /// `None` where the batch ends already.
+    /// `None` where the batch has ended, or is about to.
     pub(super) fn new(batch: &Arc<ObjectBatch>) -> Option<Self> {
         let _inside = batch.gate.enter()?;
         batch.holds.lock().held += 1;
@@ -162,21 +162,21 @@ impl Drop for KernelHold {
     }
 }
 
-/// What of a batch's memory the kernel uses, and why the batch ends as soon as that is nothing.
+/// How many [`KernelHold`]s a batch has; and, where it is to end as soon as there are none, why.
 #[derive(Default)]
 pub(super) struct Holds {
     pub(super) held: usize,
     pub(super) ending: Option<ObjectCause>,
 }
 
-/// What became of a direct transfer, with the CRC of its bytes; said before its memory is let go.
+/// What became of a direct transfer, with the CRC of its bytes; set before its memory is let go.
 pub(super) type Verdict = Arc<Mutex<Option<Outcome<crc32fast::Hasher>>>>;
 
 impl DirectMemory {
-    /// The memory as a buffer, and the place for the verdict. `ended` is called once it is let go,
-    /// with the verdict, or with why the batch ended meanwhile. No buffer where the batch has ended
-    /// already, or where the piece does not lie in its memory; of the latter the key's ticket
-    /// answers as it is dropped.
+    /// The memory as a buffer, and the place for the verdict. When the buffer is dropped, `ended`
+    /// is called with the verdict, or with why the batch is to end. `None` where the batch has
+    /// ended already: then `ended` is called at once. `None` also where the piece does not lie in
+    /// its memory: then `ended` is dropped, and so the key's ticket, which answers for it.
     pub(super) fn lend(
         self,
         core: &Arc<Core>,

@@ -1,4 +1,4 @@
-//! Planning gets: where each object lies, which are in parts.
+//! Planning gets and questions of presence: where each object lies, and which are in parts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::index::EntryKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Chunk, Log};
 
-/// How often an object is looked up again that was removed and stored anew meanwhile.
+/// How often an object is looked up, where it is removed and stored anew meanwhile.
 const TRIES: usize = 4;
 
 /// On a worker: starts the reads of a batch.
@@ -77,7 +77,7 @@ impl FoundObject {
 }
 
 impl FoundObject {
-    /// Everything that has to stay for the object to be read.
+    /// All slots that have to stay for the object to be read.
     pub(super) fn into_chunks(self) -> Vec<Chunk> {
         match self {
             Self::Whole(chunk) => vec![chunk],
@@ -116,8 +116,8 @@ pub(super) struct FoundParts {
     chunks: Vec<Chunk>,
 }
 
-/// Finds an object, and leases all of it for `pin` at most. Where it was removed and stored anew
-/// between the look at its head and the look at its parts, there is another head.
+/// Finds an object, and leases all of it for `pin` at most. Where some parts are missing and its
+/// head is another one by now, it was removed and stored anew: it is looked up again.
 pub(super) fn find(log: &Log, name: &[u8], pin: Duration) -> Option<FoundObject> {
     let key = object_key(name);
     for _ in 0..TRIES {

@@ -1,5 +1,5 @@
-//! Which objects there are, by name. Names lie in the headers of slots only, so a listing reads one
-//! page for each object that it looks at.
+//! Which objects there are, by name. Names lie in the headers of slots only, so a listing reads the
+//! header of every slot that it looks at. Parts have no name, and are read to learn just that.
 
 use std::sync::Arc;
 

@@ -2,8 +2,9 @@
 //! stored.
 //!
 //! The log's eviction feed gives the keys of evicted objects; those that a get found damaged are
-//! added here. Invariants: nothing is recorded before the first call; what is kept is bounded, and
-//! what was dropped beyond that is counted. Evictions by other processes are not seen.
+//! added here. Invariants: nothing is recorded before the first call of [`Losses::take`]; what is
+//! kept is bounded, and what was dropped beyond that is counted. Evictions by other processes are
+//! not seen.
 
 use std::collections::VecDeque;
 
@@ -13,7 +14,7 @@ use super::get::{Presence, presence};
 use crate::key::ChunkKey;
 use crate::log::Log;
 
-/// Digests of objects found bad that wait to be taken.
+/// Digests of damaged objects that wait to be taken, at most.
 const MOST: usize = 1 << 16;
 
 /// Objects that are no longer there.
@@ -47,7 +48,7 @@ impl Losses {
         }
     }
 
-    /// Takes what has gone since the last time.
+    /// Takes the objects that were lost since the last call and have not been stored anew.
     pub(super) fn take(&self, log: &Log) -> Evicted {
         let gone = log.take_evicted(usize::MAX);
         let mut state = self.0.lock();

@@ -18,10 +18,11 @@
 //! - A stored object is never overwritten: a get returns the bytes of one put, or fails.
 //! - Keys for which a queue has no room are refused with a cause; no submit waits for room.
 //!
-//! The files: `request` and `batch` (what callers hand in and get), `completions`, `core` (what the
-//! others share), `work` (the workers' queues), `put` and `get` (plans of a batch), `write` and
-//! `read` (one slot), `direct` (transfers without a copy), `removal`, `listing`, `pins`, `losses`
-//! (evicted and damaged objects), `names` (keys and parts), `open`, `stats`.
+//! Files: `request.rs` and `batch.rs` (what callers hand in and get), `completions.rs` (batches
+//! under way and ended), `core.rs` (what the others share), `work.rs` (the workers' queues),
+//! `put.rs` and `get.rs` (plans of a batch), `write.rs` and `read.rs` (one slot), `direct.rs`
+//! (transfers without a copy), `removal.rs` (the thread that removes), `listing.rs`, `pins.rs`,
+//! `losses.rs` (evicted and damaged objects), `names.rs` (keys and parts), `open.rs`, `stats.rs`.
 //!
 //! This room knows no tokens, layers or paged memory.
 //!
@@ -84,7 +85,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, object_key};
 use crate::log::Log;
 
-/// What a dropped store waits for its log to flush.
+/// How long dropping a store may take to close it.
 const DROP_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The digest of a key: what [`ObjectStore::drain_evicted`] and `forebay ls` call an object.
@@ -135,8 +136,8 @@ impl ObjectStore {
             .advice("open the store in the child (spawn, do not fork)"))
     }
 
-    /// Begins a batch: `start` gets the items that the queue has room for, with the right to answer
-    /// for them.
+    /// Begins a batch: `start` gets the items that the queue has room for, each with the [`Ticket`]
+    /// that answers for it. The others are refused.
     fn start<T>(&self, kind: BatchKind, items: Vec<T>, start: impl FnOnce(Vec<(T, Ticket)>)) -> Result<u64> {
         self.check()?;
         let BegunBatch { batch, taken, refuse } = self.completions.begin(kind, items.len(), &self.core.counters);
@@ -154,7 +155,7 @@ impl ObjectStore {
     }
 
     /// Begins a batch whose completion only [`wait`](Self::wait) takes:
-    /// [`drain_completions`](Self::drain_completions) and the descriptor pass it over. For calls
+    /// [`drain_completions`](Self::drain_completions) and the descriptor ignore it. For callers
     /// that wait, in a process in which another thread drains.
     ///
     /// # Errors
@@ -270,8 +271,8 @@ impl ObjectStore {
 
     /// Up to `limit` objects whose keys begin with `prefix`, with their lengths in bytes, in the
     /// order of their digests. To go on, give the last key of the previous answer as `after`. Waits
-    /// for the drive: keys lie in the headers of slots, and one header is read for each object that
-    /// is looked at.
+    /// for the drive: keys lie in the headers of slots, and every slot that is looked at costs a
+    /// read, parts of large objects included.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] where the store is disabled or closed, [`ErrorKind::Forked`].
@@ -349,9 +350,10 @@ impl ObjectStore {
     }
 
     /// Ends a batch: keys that are not answered yet get [`ObjectCause::Cancelled`], and after its
-    /// completion nothing of the caller's memory is touched for it. The completion is there at the
-    /// return, but where the kernel still uses registered memory of the batch: then it comes when
-    /// that has ended. Puts of it may or may not take place. False where it has ended already.
+    /// completion nothing of the caller's memory is touched for it. The completion is there when
+    /// this returns, unless the kernel still uses registered memory of the batch: then it comes
+    /// when that has ended. The batch's puts may or may not take place. False where it has ended
+    /// already.
     pub fn cancel(&self, id: u64) -> bool {
         let batch = self.check().ok().and_then(|()| self.completions.active(id));
         let Some(batch) = batch else { return false };

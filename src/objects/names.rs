@@ -1,9 +1,9 @@
-//! What an object's keys and header fields are: its name, its parts.
+//! Keys and header fields of objects: names and parts.
 //!
 //! An object of more than [`PART_BYTES`] is stored as a head, under the object's key, and parts,
-//! whose keys are made of it, a random number and their place. The index keeps the number of parts
-//! (in the head's field for depth) and the random number (in that for the tenant). So parts of two
-//! puts never meet, and presence is known without I/O.
+//! whose keys are made of the object's key, a random number and their place. The index keeps the
+//! number of parts (in the head's field for depth) and the random number (in that for the tenant).
+//! So two puts never have parts of the same key, and presence is known without I/O.
 
 use crate::format::le;
 use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME};
@@ -37,7 +37,7 @@ pub(super) fn has_name(header: &SlotHeader, name: &[u8]) -> bool {
     header.tlv(TLV_OBJECT_NAME) == Some(name)
 }
 
-/// One version of an object that is stored in parts.
+/// One put of an object that is stored in parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Version {
     pub(super) object: ChunkKey,
@@ -47,7 +47,7 @@ pub(super) struct Version {
 }
 
 impl Version {
-    /// The version of which the index knows the head; `None` for objects in one slot.
+    /// The put of a head, from what the index knows of the head; `None` for objects in one slot.
     pub(super) fn of(object: &ChunkKey, length: u64, tenant: u64, depth: u32) -> Option<Self> {
         let parts = 1..=MAX_OBJECT_BYTES.div_ceil(PART_BYTES) as u32;
         let is_head = length == HEAD_BYTES as u64 && tenant != 0 && parts.contains(&depth);

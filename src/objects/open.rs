@@ -16,13 +16,13 @@ use crate::format::layout::OBJECT_EXTENT_BYTES;
 use crate::geometry::{DType, Geometry, LayerSpec};
 use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 
-/// How the namespace of objects is called in its fingerprint; another number for other bytes in the
-/// slots.
+/// Part of the fingerprint of every namespace of objects. The number goes up when the bytes in the
+/// slots change.
 const KIND: &str = "forebay objects 1";
-/// Bytes that are moved at a time.
+/// Payload bytes that are moved at a time, about.
 const PIECE_BYTES: usize = 1 << 20;
-/// Staging slots are at least this long: a header lies in the first piece, and a coded extent
-/// beside it.
+/// Staging slots are at least this long: the first piece of a coded slot has its header and a whole
+/// extent.
 const LEAST_PIECE_BYTES: usize = OBJECT_EXTENT_BYTES;
 /// Staging is cut into at least this many slots, where their least size allows.
 const LEAST_SLOTS: usize = 8;
@@ -77,7 +77,7 @@ impl ObjectOptions {
 fn geometry(namespace: &str) -> Result<Geometry> {
     let dtype = DType { name: "bytes".to_owned(), bytes: 1 };
     let part = LayerSpec::opaque(1, PART_BYTES as u32);
-    // As the model's name, so that tools show it.
+    // Tools show it as the model's name.
     let name = if namespace.is_empty() { "objects" } else { namespace };
     Ok(Geometry::new(name, dtype, vec![part], 1)?.with_identity("kind", KIND).with_identity("namespace", namespace))
 }
@@ -117,8 +117,8 @@ fn open_log(
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, geometry)?;
     log.codec = device::codec_of(&options.settings, true);
-    // Staging, and as many permits for direct transfers, bound what gets and puts submit; the rest
-    // is for the log's own.
+    // Gets and puts submit no more than there are staging slots and, as many again, permits for
+    // direct transfers. The rest is for the log's own requests.
     log.io.queue_limit = 2 * pools.iter().map(|p| p.slots()).sum::<usize>() + 256;
     log.io.regions = pools.iter().map(|p| p.region()).chain(registered.all()).collect();
     log.drive_factory = options.drive_factory.clone();

@@ -1,8 +1,8 @@
 //! Objects that this process keeps from eviction for a while.
 //!
-//! A pin is a lease on the segments of the object, as a get takes it, that is kept. Invariants: a
-//! pin ends by itself, as the log does not honour a lease whose time is up; all of an object is
-//! leased or nothing; what is kept is bounded.
+//! A pin keeps the leases on the object's segments that a get takes. Invariants: a pin ends by
+//! itself, as the log ignores leases that have expired; all of an object is leased or nothing; the
+//! number of pins is bounded.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use parking_lot::Mutex;
 use crate::key::ChunkKey;
 use crate::log::Chunk;
 
-/// More objects are not pinned at once.
+/// The most objects that are pinned at once.
 const MOST: usize = 1 << 16;
 
 struct PinnedObject {
-    /// Each pin has to be taken back, or to end.
+    /// Pins that have not been taken back.
     times: usize,
     until: Instant,
     leases: Vec<Chunk>,
@@ -40,7 +40,7 @@ impl ObjectPins {
         let pinned = pins.entry(key).or_insert_with(|| PinnedObject { times: 0, until, leases: Vec::new() });
         pinned.times += 1;
         pinned.until = pinned.until.max(until);
-        // Of an object that was removed and stored anew the newer one counts.
+        // The new leases replace the old: the object may have been removed and stored anew.
         let old = std::mem::replace(&mut pinned.leases, leases);
         drop(pins);
         drop(old);
@@ -67,7 +67,8 @@ impl ObjectPins {
         drop(std::mem::take(&mut *self.0.lock()));
     }
 
-    /// Leases end outside the lock.
+    /// Takes out the pins that `over` names. The caller drops them outside of the lock, as that
+    /// ends leases.
     fn take_where(&self, over: impl Fn(&ChunkKey, &PinnedObject) -> bool) -> Vec<PinnedObject> {
         let mut pins = self.0.lock();
         pins.extract_if(|key, pinned| over(key, pinned)).map(|(_, pinned)| pinned).collect()

@@ -183,7 +183,7 @@ fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, terms: PutTerms) {
         let source = source.part(n * PART_BYTES, PART_BYTES);
         let mut spec = PutSpec::object(part, source.len() as u64, KeyKind::ObjectPart).with_codec(terms.codec(log));
         spec.root = Some(key);
-        // Whoever sees it go knows which object has gone.
+        // So that the eviction of a part is reported as that of its object.
         spec.parent = key;
         spec.expiry_s = terms.expiry_s;
         let parts = Arc::clone(&parts);
@@ -218,7 +218,7 @@ impl Large {
 
     fn answer(self, end: Result<Stored, ObjectCause>) {
         let Self { total, ticket, storing, .. } = self;
-        // First: what the caller does next must not find the put still under way.
+        // Before the answer: the caller's next put must not find this one still under way.
         drop(storing);
         answer(ticket, total, end);
     }
@@ -243,7 +243,7 @@ impl Large {
 
     fn published(self, core: &Core, end: Result<Stored, ObjectCause>) {
         match end {
-            // The last parts may have taken the place of the first.
+            // The first parts may have been evicted for the last ones.
             Ok(Stored::Written) if presence(&self.log, &self.version.object) != Presence::Whole => {
                 core.removal.clean(vec![self.version.object]);
                 self.give_up(core, Err(ObjectCause::NoSpace));

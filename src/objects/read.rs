@@ -1,10 +1,10 @@
 //! Reading slots: in pieces through staging, each checked and copied by a worker, or straight into
-//! registered memory, where a worker checks them. Of slots with a codec each extent is a piece, and
-//! decoded instead of copied.
+//! registered memory, where a worker checks them. In slots with a codec each extent is a piece, and
+//! is decoded instead of copied.
 //!
-//! Invariants: nothing is called read before the slot's header matched the index, its name the key
-//! asked for, and the CRC over all of its bytes the header. A slot's end is reported after its last
-//! piece has ended, so that nothing of it is written later.
+//! Invariants: a slot counts as read only when its header matches the index, its name the key asked
+//! for, and the CRCs of its extents the header. Its end is reported after its last piece has ended,
+//! so that nothing of it is written later.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,8 +25,8 @@ use crate::log::{Bad, Chunk, Log};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
-/// Why an object could not be read of its slot, for the caller; a slot is reported to the log that
-/// is bad.
+/// The cause to answer where an object could not be read from its slot. Reports the slot to the log
+/// if it is bad.
 pub(super) fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause {
     let why = match cause {
         ObjectCause::Corrupt => Bad::Corrupt,
@@ -34,7 +34,7 @@ pub(super) fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause
         ObjectCause::TimedOut => Bad::TimedOut,
         _ => return cause,
     };
-    // A deletion takes the bytes from under the reads that are on their way.
+    // A deletion makes slots unreadable while reads of them are under way.
     if why == Bad::Corrupt && log.peek(&chunk.key).is_none_or(|now| now.sequence != chunk.sequence) {
         return ObjectCause::NotFound;
     }
@@ -58,7 +58,7 @@ struct Reading {
     pieces: Vec<Piece>,
     state: Mutex<(Pieces, Option<SlotHeader>)>,
     done: Mutex<Option<Done<SlotHeader>>>,
-    /// The drive's health knows of the time-out.
+    /// Whether a time-out has been reported to the log already.
     is_late: AtomicBool,
 }
 
@@ -199,7 +199,7 @@ impl Reading {
         read.target.part(at, len).copy_in(payload, &read.batch.gate)
     }
 
-    /// The extent of a slot whose extents are coded one by one.
+    /// Decodes extent `n` of a slot with a codec, or copies it where it is not coded.
     fn decode(&self, n: usize, bytes: &[u8]) -> Outcome<crc32fast::Hasher> {
         let read = &self.read;
         let extent = read.chunk.layout.extents.get(n).ok_or(ObjectCause::Internal)?;

@@ -80,8 +80,8 @@ fn run(opening: &Opening, receive: &Receiver<Message>) {
             Message::Delete(names) => delete(log, names),
             Message::Clean(keys) => clean(log, &keys),
             Message::Mend(key, then) => {
-                // Asked here, where one comes after the other: an earlier put of the key may have
-                // stored it anew.
+                // Looked up again: this may come after the mending of another put of the key, which
+                // has stored it anew.
                 if let Some(Presence::Broken(version)) = log.map(|log| presence(log, &key)) {
                     let mut keys = version.keys();
                     keys.insert(0, key);
@@ -117,7 +117,7 @@ fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) {
         keys.push(key);
         tickets.push(ticket);
     }
-    // Heads first: whoever comes between finds no object rather than half of one.
+    // Heads first: a get in between finds no object rather than half of one.
     let heads = keys.len();
     keys.extend(parts);
     match log.remove(&keys) {

@@ -11,8 +11,8 @@ use crate::format::exp4::CodedShape;
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
-/// Bytes that are copied and summed at a time, so that the second pass over them hits the
-/// processor's cache, and so that a closed gate is noticed soon.
+/// Bytes that are copied at a time, so that they are still in the processor's cache when their CRC
+/// is taken, and so that a closed gate is noticed soon.
 const TILE: usize = 64 << 10;
 
 /// A run of bytes in one memory.

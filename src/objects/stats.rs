@@ -1,4 +1,4 @@
-//! What an object store counts, and its text for Prometheus.
+//! The counters of an object store, and their text for Prometheus.
 
 use std::array;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -3,12 +3,13 @@
 //! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready*
 //! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
 //! staging buffer of their direction is free, or a permit where they need no buffer, those that go
-//! on with a slot before those that open one; batches are planned when nothing better is to be
-//! done. While a put waits for room in the log no further slots are opened: the puts behind it
-//! would only take the staging that those under way need to end, and with them their segment.
+//! on with a slot before those that open one; batches are planned when no other job can run. While
+//! a put waits for room in the log no further slots are opened: they would take staging that the
+//! puts under way need to end, and a segment is sealed only when these have ended.
+//!
 //! Invariants: every staged job is called once, with a buffer or with the reason why it gets none;
-//! when nothing has moved for long all that waits for staging is given up. No buffer is dropped and
-//! no job is run under the lock.
+//! when none of them has been started for `patience`, all are given up. No buffer is dropped and no
+//! job is run under the lock.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,7 +32,7 @@ pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Grant, ObjectCause>)
 pub(super) enum StagingNeed {
     /// A staging buffer.
     Buffer,
-    /// Leave for a transfer without one.
+    /// A permit for a transfer without a staging buffer.
     Permit,
 }
 
@@ -68,7 +69,9 @@ struct WorkState {
     without_room: usize,
     begins: VecDeque<Job>,
     later: Vec<(Instant, Job)>,
+    /// Whether stores come before loads, as the last staged job was a load.
     prefers_stores: bool,
+    /// When a staged job was started last, or waiting for staging began.
     moved: Option<Instant>,
     stop: bool,
 }
@@ -98,7 +101,7 @@ impl WorkState {
         }
     }
 
-    /// Whether a staging buffer is all that a job of this kind waits for.
+    /// Whether a job of this kind waits for nothing but a buffer or a permit.
     fn wants(&self, way: StagingClass) -> bool {
         match way {
             StagingClass::Load => !self.loads.is_empty(),
@@ -164,7 +167,7 @@ impl Workers {
     }
 
     fn wake(&self) {
-        // Under the lock, so that no worker misses it between its look and its sleep.
+        // Under the lock: a worker that has found no buffer and is about to sleep would miss it.
         let _state = self.state.lock();
         self.changed.notify_one();
     }
@@ -207,13 +210,14 @@ impl Workers {
         }
     }
 
-    /// Until the answer is dropped no further slots are opened.
+    /// Says that a put waits for room in the log: no further slots are opened until the returned
+    /// value is dropped.
     pub(super) fn without_room(self: &Arc<Self>) -> WithoutRoom {
         self.state.lock().without_room += 1;
         WithoutRoom(Arc::clone(self))
     }
 
-    /// What the next job of a queue waits for, if it is to be had.
+    /// Gets what the next job of a queue waits for, if there is one left.
     fn grant(self: &Arc<Self>, state: &mut WorkState, way: StagingClass) -> Option<Grant> {
         match state.queue(way).front()?.0 {
             StagingNeed::Buffer => self.pool(way).try_take().map(Grant::Buffer),
@@ -304,8 +308,8 @@ impl Workers {
     }
 }
 
-/// Leave for one transfer between the drive and the caller's memory; there are as many as staging
-/// buffers of the direction, so that such transfers fill the drive's queue no more than others.
+/// The right to one transfer between the drive and the caller's memory. There are as many as there
+/// are staging buffers of the direction, so that the drive's queue cannot overflow.
 pub(super) struct Permit(Arc<Workers>, usize);
 
 impl Drop for Permit {

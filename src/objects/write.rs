@@ -1,12 +1,13 @@
-//! Writing slots: in pieces, each copied into staging and summed by a worker, or summed and written
-//! where it lies in registered memory; then committed. With a codec each extent is a piece, and
-//! coded instead of copied; an object that does not fit it is begun again without.
+//! Writing slots, in pieces: a worker copies each into staging and takes its CRC, or takes the CRC
+//! of registered memory, from which it is then written. Then the slot is committed. With a codec
+//! each extent is a piece, and is coded instead of copied; an object that does not fit the codec is
+//! begun again without it.
 //!
-//! Invariants: a slot is committed only after each of its pieces was copied inside the gate, or
-//! summed under a hold, and written in full. A slot's end is reported after its last piece has
-//! ended, so that nothing of the caller's memory is read later. A place in the log is taken only
-//! when staging for the first piece is at hand: a place that waits keeps its segment from being
-//! sealed.
+//! Invariants: a slot is committed only after each of its pieces was copied inside the batch's
+//! gate, or read under a `KernelHold`, and written in full. A slot's end is reported after its last
+//! piece has ended, so that nothing of the caller's memory is read later. A place in the log is
+//! taken only when staging for the first piece is at hand: as long as it is taken, its segment
+//! cannot be sealed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,7 +30,7 @@ type Outcome<T> = std::result::Result<T, ObjectCause>;
 
 /// How long a put waits for room.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How soon it looks again.
+/// The pause after which it tries again.
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// What has become of a put that went well.
@@ -40,8 +41,8 @@ pub(super) enum Stored {
     WasThere,
 }
 
-/// Takes a place in the log for `spec`, `None` where what it stores is there; where there is no
-/// room yet it is tried again for a while. `then` is called once, here or on a worker.
+/// Takes a place in the log for `spec`; where there is no room yet, this is tried for a while.
+/// `then` is called once, here or on a worker; with `None` where the object is stored already.
 fn begin(core: &Arc<Core>, log: Arc<Log>, spec: Box<PutSpec>, then: Done<Option<Put>>) {
     let starved = core.starved.load(Ordering::Relaxed);
     let deadline = Instant::now() + if starved { Duration::ZERO } else { PATIENCE };
@@ -72,7 +73,8 @@ fn begin_until(
             let is_quota = matches!(not, PutOutcome::NotAdmitted(..));
             then(core, Err(if is_quota { ObjectCause::Quota } else { ObjectCause::NoSpace }));
         }
-        // No drive takes puts: those that have failed are left alone for longer than a put waits.
+        // No drive takes puts. One that has failed is tried again after a longer time than a put
+        // waits.
         Err(e) if e.kind() == ErrorKind::Busy => then(core, Err(ObjectCause::NoSpace)),
         Err(e) => {
             tracing::debug!(error = %e, "an object was not stored");
@@ -100,12 +102,12 @@ struct Writing {
     batch: Arc<ObjectBatch>,
     state: Mutex<Pieces>,
     done: Mutex<Option<Done<Stored>>>,
-    /// What to store instead: the bytes do not fit the codec.
+    /// What to store instead, where the bytes do not fit the codec.
     instead: Mutex<Option<Box<PutSpec>>>,
 }
 
 impl SlotWrite {
-    /// Queues it; `done` is called with the result.
+    /// Queues the write; `done` is called with the result.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<Stored>) {
         let staged_bytes = core.work.pool(StagingClass::Store).slot_bytes();
         let pieces = match &self.spec.layout {
@@ -218,8 +220,8 @@ impl Writing {
         core.submit(self.slot.queue(), Request { len, ..request });
     }
 
-    /// Sums a piece up in the caller's memory and writes it from there. It has ended when the
-    /// kernel has let go of that memory.
+    /// Takes the CRC of a piece in the caller's memory and writes it from there. The piece ends
+    /// when the kernel has let go of that memory.
     fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let ended = move |end| own.ended(&again, n, end);

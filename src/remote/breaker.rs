@@ -8,11 +8,11 @@ use parking_lot::Mutex;
 
 /// Failures in a row after which it is left alone.
 const MOST_FAILURES: u32 = 5;
-/// For how long, the first time and at most.
+/// How long it is left alone: the first time, and at most.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// A request that is given up unanswered after this long counts as failed: its caller's patience
-/// may be shorter than the time-out.
+/// A request that its caller gives up unanswered after this long counts as failed: callers may wait
+/// for a shorter time than the time-out.
 const SLOW: Duration = Duration::from_secs(1);
 
 /// The state of one remote store.
@@ -22,7 +22,7 @@ pub(super) struct Breaker(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     failures: u32,
-    /// Until when it is left alone.
+    /// Until when it is left alone, and how long that is in all.
     pause: Option<(Instant, Duration)>,
     /// A request is trying whether it works again.
     trying: bool,
@@ -37,7 +37,7 @@ pub(super) struct Admitted<'a> {
 }
 
 impl Breaker {
-    /// Leave for one request, where the store is worth asking.
+    /// Admits one request, where the store is worth asking.
     pub(super) fn admit(&self) -> Option<Admitted<'_>> {
         let mut state = self.0.lock();
         if let Some((until, _)) = state.pause {
@@ -49,7 +49,7 @@ impl Breaker {
         Some(Admitted { breaker: self, since: Instant::now(), ended: false })
     }
 
-    /// Whether requests are admitted as ever.
+    /// Whether all requests are admitted.
     pub(super) fn is_closed(&self) -> bool {
         self.0.lock().pause.is_none()
     }
@@ -69,20 +69,20 @@ impl Breaker {
 }
 
 impl State {
-    /// Whether it had been left alone.
+    /// Notes an answer; whether the store had been left alone before it.
     fn worked(&mut self) -> bool {
         let was_paused = self.pause.is_some();
         *self = Self::default();
         was_paused
     }
 
-    /// For how long it is left alone from now on, where that begins here.
+    /// Notes a failure; where the store is left alone from now on, for how long.
     fn failed(&mut self) -> Option<Duration> {
         self.failures += 1;
         let next = match self.pause {
             Some((_, before)) if self.trying => before.saturating_mul(2).min(LONGEST_PAUSE),
             None if self.failures >= MOST_FAILURES => FIRST_PAUSE,
-            // Requests that had been admitted before.
+            // Too few failures; or the request was admitted before the pause began.
             _ => return None,
         };
         self.trying = false;
@@ -92,7 +92,7 @@ impl State {
 }
 
 impl Admitted<'_> {
-    /// It was answered, be it with no.
+    /// It was answered, even if the answer is that there is no such object.
     pub(super) fn worked(mut self) {
         self.ended = true;
         self.breaker.worked();

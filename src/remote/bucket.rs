@@ -1,5 +1,5 @@
-//! The requests to the remote store: each with a time-out, a few tries and its say in whether the
-//! store is worth asking at all.
+//! The requests to the remote store: each has a time-out and a few tries, and its end tells the
+//! breaker whether the store is worth asking.
 //!
 //! The crate `object_store` speaks the protocols, takes credentials from the environment, from the
 //! files that it names and from the instance's role, and tries again with growing, random pauses.
@@ -42,7 +42,7 @@ pub(super) struct RemoteBucket {
     timeout: Duration,
 }
 
-/// The end of a request whose answer is not a failure of the store.
+/// What a request gives, or why it gives nothing.
 type Answer<T> = std::result::Result<T, RemoteCause>;
 
 impl RemoteBucket {
@@ -64,12 +64,12 @@ impl RemoteBucket {
         Ok(Self { store, prefix, breaker: Breaker::default(), timeout })
     }
 
-    /// The store itself, for whoever asks it without patience for failures.
+    /// The store itself, for requests that go past the breaker.
     pub(super) fn store(&self) -> &dyn ObjectStore {
         &*self.store
     }
 
-    /// Whether requests are made as ever.
+    /// Whether the store is not being left alone.
     pub(super) fn is_up(&self) -> bool {
         self.breaker.is_closed()
     }
@@ -110,7 +110,7 @@ impl RemoteBucket {
         self.ask(self.timeout, read).await?
     }
 
-    /// Puts an object. Unless it is to `replace` what is there: whether there was none before.
+    /// Puts an object. Without `replace` an object that is there stays; false means that one was.
     pub(super) async fn put(&self, name: &Path, object: Vec<Bytes>, replace: bool) -> Answer<bool> {
         let payload: PutPayload = object.into_iter().collect();
         let parts = u32::try_from(payload.content_length() as u64 / PART_BYTES).unwrap_or(u32::MAX);
@@ -123,7 +123,7 @@ impl RemoteBucket {
             match put(PutMode::Create).await {
                 Ok(_) => return Ok(true),
                 Err(RemoteCause::Present) => return Ok(false),
-                // A store without conditions: who is second writes the same once more.
+                // A store without conditional puts: the second to put writes the same once more.
                 Err(RemoteCause::Unsupported) => {}
                 Err(cause) => return Err(cause),
             }
@@ -195,16 +195,16 @@ fn build(
     env: &[(String, String)],
     timeout: Duration,
 ) -> object_store::Result<Box<dyn ObjectStore>> {
-    // TLS takes what the process has chosen, and this where it has not.
+    // The TLS provider, unless the process has installed another one.
     drop(rustls::crypto::ring::default_provider().install_default());
     let retry = RetryConfig {
         backoff: BackoffConfig { init_backoff: FIRST_BACKOFF, max_backoff: LONGEST_BACKOFF, base: 2.0 },
         max_retries: RETRIES,
         retry_timeout: timeout,
     };
-    // Every request has a time-out around it, with all its tries.
+    // `ask` bounds the time of a request with all its tries, so the client need not.
     let client = ClientOptions::new().with_timeout_disabled().with_connect_timeout(timeout.min(CONNECT));
-    // Variables whose name a builder knows, in lower case, are its settings.
+    // A variable whose name in lower case is that of a builder's setting sets it.
     macro_rules! with_env {
         ($builder:expr, $prefix:literal) => {{
             let own = env.iter().filter(|(name, _)| name.starts_with($prefix));

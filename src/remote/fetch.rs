@@ -38,7 +38,8 @@ pub(super) const AT_ONCE: usize = 4;
 const CHECKED_AT_ONCE: usize = 256 << 10;
 /// Bytes that are written at once, while the rest of a part is still coming.
 const WRITTEN_AT_ONCE: usize = 2 << 20;
-/// How often a put that found no room, or its key being stored by another, is tried again.
+/// The pause after which a put is tried again that found no room, or its key being stored by
+/// another.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
 
 /// A fetch under way. Dropping it cancels it; what it has brought stays.
@@ -90,8 +91,9 @@ impl Fetch {
         self.state.progress.lock().stopped.map(RemoteCause::as_str)
     }
 
-    /// Chunks that it has brought, when it began and when it ended, where that says something of
-    /// the store: where none came in time, one counts as if it had come then.
+    /// Chunks that it has brought, when it began and when it ended: for measuring how fast the
+    /// store is. Where none came before the deadline, one counts as if it had come then; `None`
+    /// where none came for another reason.
     #[must_use]
     pub fn measured(&self) -> Option<(usize, Range<Instant>)> {
         let progress = self.state.progress.lock();
@@ -122,7 +124,7 @@ impl Drop for Fetch {
     }
 }
 
-/// The end of a fetch, however it comes.
+/// Marks a fetch as over when it is dropped: its task may have been aborted.
 struct Running(Arc<FetchState>);
 
 impl Drop for Running {
@@ -178,9 +180,9 @@ pub(super) fn start(
     Fetch { state, task: Some(task.abort_handle()) }
 }
 
-/// Fetches; why it stopped before the end.
+/// Fetches the chunks of a prompt; why it stopped before the end, if it did.
 async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state: &FetchState) -> Option<RemoteCause> {
-    // Most prompts are nowhere: one question tells, before several are asked at once.
+    // The store has nothing of most prompts: ask for the first chunk alone, before several at once.
     let first = wanted.first()?.clone();
     let turn = to.memory.as_ref().map_or(0, |memory| memory.turn());
     if let Err(cause) = find(shared, to, &first).await {
@@ -198,7 +200,8 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
     None
 }
 
-/// A chunk has come, with so many bytes; with none where a drive had it.
+/// Counts a chunk that has come, with its bytes; 0 where a drive had it already, which counts
+/// nothing.
 pub(super) fn count(shared: &Shared, state: &FetchState, bytes: u64) {
     if bytes > 0 {
         shared.counters.fetched.fetch_add(1, Ordering::Relaxed);
@@ -260,7 +263,7 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
                 }
                 return end.map(|()| layout.slot_bytes);
             }
-            // Another fetch or a store has it in hand.
+            // Another fetch or a store is storing it, or there is no room yet.
             Ok(PutOutcome::AlreadyThere | PutOutcome::NoRoom(_)) => tokio::time::sleep(TRY_AGAIN).await,
             Ok(PutOutcome::NotAdmitted(..)) => return Err(RemoteCause::NoSpace),
             Err(e) if e.kind() == ErrorKind::Busy => return Err(RemoteCause::NoSpace),
@@ -300,21 +303,20 @@ async fn fill(
     Ok(())
 }
 
-/// Where what comes of one chunk's object goes.
+/// A chunk whose object is being fetched, and where its bytes go.
 #[derive(Clone, Copy)]
 struct ComingChunk<'a> {
     shared: &'a Shared,
     to: &'a Destination,
-    /// What the chunk has of the bound on memory; each part gives its share back when it is
-    /// written.
+    /// The chunk's share of the bound on memory. Each part gives back its own when it is written.
     room: &'a Room,
     frame: Option<&'a Filling>,
     slot: &'a SlotWriter,
     layout: &'a SlotLayout,
 }
 
-/// Reads a part of an object, checks it and writes it to the slot; the header, where it comes with
-/// this part, and the CRCs of the rest.
+/// Reads a part of an object, takes its CRCs and writes it to the slot. Gives the CRCs, and from
+/// the first part the header, checked.
 async fn part(
     chunk: ComingChunk<'_>,
     wanted: &Wanted,
@@ -347,10 +349,11 @@ async fn part(
 /// Takes the bytes of a part as they come, and writes them piece by piece.
 struct PartWriter<'a> {
     chunk: ComingChunk<'a>,
-    /// What is still to come, within the slot, from the piece on that is being filled.
+    /// The range within the slot that is not written yet: from the start of the piece that is being
+    /// filled.
     left: Range<u64>,
     piece: Option<Buf>,
-    /// Of the piece, bytes that have come, and bytes whose CRC has been taken.
+    /// Bytes of this piece that have come, and how many of them have gone into the CRCs.
     filled: usize,
     checked: usize,
     crcs: PieceCrcs,
@@ -373,7 +376,7 @@ impl<'a> PartWriter<'a> {
         }
     }
 
-    /// Takes what has room in the piece; how many bytes.
+    /// Takes as many bytes as the piece has room for; how many that were.
     fn take_some(&mut self, bytes: &[u8]) -> Result<usize, RemoteCause> {
         let ComingChunk { shared, frame, layout, .. } = self.chunk;
         let at = self.left.start;
@@ -410,7 +413,7 @@ impl<'a> PartWriter<'a> {
         Ok(())
     }
 
-    /// Waits until all is written; its CRCs.
+    /// Waits until all is written, and gives the CRCs.
     async fn end(self) -> Result<PieceCrcs, RemoteCause> {
         let ComingChunk { shared, frame, slot, .. } = self.chunk;
         if let Some(cause) = self.failed {
@@ -436,7 +439,6 @@ fn copy_to(to: &mut [u8], at: usize, bytes: &[u8]) {
     }
 }
 
-/// What a prompt's keys are, for the store.
 impl Wanted {
     /// A chunk that is looked for.
     #[must_use]

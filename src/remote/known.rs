@@ -1,6 +1,6 @@
-//! What is known of the remote store without asking it: a bounded memory of answers, each of which
-//! counts for a while. Changes of answers are listed for KV events, from the first request for
-//! them on.
+//! What is known of the remote store without asking it: a bounded number of answers, each of which
+//! counts for a while. Changes of answers are listed for KV events, from the first call of
+//! [`KnownObjects::take_changes`] on.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ const THERE: Duration = Duration::from_secs(600);
 /// How long it counts as not there: others may upload it.
 const ABSENT: Duration = Duration::from_secs(10);
 
-/// Changes that wait to be taken: 2 MiB.
+/// Changes that wait to be taken, at most; they take 2 MiB. The oldest are lost.
 const MOST_CHANGES: usize = 1 << 16;
 
 /// What the store said of an object.
@@ -27,7 +27,7 @@ pub(super) enum RemotePresence {
     There(SlotCodec),
     /// It is not there.
     Absent,
-    /// What is there is not what it should be: to be replaced by the next upload.
+    /// An object is there, but a wrong or damaged one: the next upload replaces it.
     Damaged,
 }
 
@@ -35,12 +35,12 @@ pub(super) enum RemotePresence {
 #[derive(Debug, Default)]
 pub(super) struct KnownObjects {
     answers: Mutex<Generations>,
-    /// Objects that have come, and that have gone, since they were last taken; `None` where nobody
-    /// has asked.
+    /// Objects that have come (`true`) and that are not there (`false`), since they were last
+    /// taken; `None` until somebody asks.
     changes: Mutex<Option<VecDeque<(ChunkKey, bool)>>>,
 }
 
-/// Once the young are many they become the old, and the old are forgotten.
+/// Once `young` has [`MOST`] answers it becomes `old`, and the old ones are forgotten.
 #[derive(Debug, Default)]
 struct Generations {
     young: HashMap<ChunkKey, (RemotePresence, Instant)>,
@@ -65,14 +65,14 @@ impl KnownObjects {
             all.old = std::mem::take(&mut all.young);
         }
         all.young.insert(*key, (presence, Instant::now()));
-        // Under the lock: changes of a key are in their order. That it is not there is told each
-        // time: who has put it there may be another process.
+        // Under the lock, so that changes of a key stay in order. That an object is not there is
+        // listed every time: this process may not know that another one had put it there.
         if before != Some(true) || !is_there(presence) {
             self.changed([(*key, is_there(presence))]);
         }
     }
 
-    /// Others have put these: that they were not there counts no longer.
+    /// Others have put these: forgets that they were not there.
     pub(super) fn put_by_others(&self, keys: &[ChunkKey]) {
         let mut all = self.answers.lock();
         for key in keys {
@@ -83,7 +83,7 @@ impl KnownObjects {
         }
     }
 
-    /// Everything is asked anew.
+    /// Forgets all answers.
     pub(super) fn forget(&self) {
         *self.answers.lock() = Generations::default();
     }
@@ -95,9 +95,8 @@ impl KnownObjects {
         self.changed(gone.young.into_keys().chain(gone.old.into_keys()).map(|key| (key, false)));
     }
 
-    /// Takes up to `most` changes, keys of objects that have come (`true`) or are not there, and
-    /// begins to keep them where nobody has asked before. Those that nobody takes for long are
-    /// forgotten.
+    /// Takes up to `most` changes: keys of objects that have come (`true`) or are not there
+    /// (`false`). They are kept from the first call on.
     pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let mut changes = self.changes.lock();
         let changes = changes.get_or_insert_default();

@@ -15,11 +15,13 @@
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!
-//! Everything runs on a few threads of its own. The files: `bucket` (requests), `breaker` (when a
-//! failing store is left alone), `known` (answers kept for a while), `object` (what is in an
-//! object), `upload`, `fetch`, `restore` (all that is there, without a prompt), `transfer` (the
-//! log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no
+//! Everything runs on a few threads of its own. This room knows no devices, no paged memory and no
 //! tokens.
+//!
+//! Files: `bucket.rs` (requests to the store), `breaker.rs` (when a failing store is left alone),
+//! `known.rs` (answers kept for a while), `object.rs` (what is in an object), `upload.rs`,
+//! `fetch.rs`, `restore.rs` (fetches all that is there, without a prompt), `transfer.rs` (the log's
+//! queues, and bounds on memory), `stats.rs`, `store.rs` (for tools).
 
 use std::fmt;
 use std::sync::Arc;
@@ -60,9 +62,9 @@ use stats::{RemoteCause, Counters};
 use transfer::{Bound, SparePieces};
 use upload::Uploads;
 
-/// Threads that receive, and check what has come.
+/// Threads that send and receive, and check what has been fetched.
 const THREADS: usize = 2;
-/// Threads that take CRCs of uploads, and on which the store's crate does what blocks.
+/// Threads for what blocks: CRCs of uploads, and blocking calls of the crate `object_store`.
 const BLOCKING_THREADS: usize = 4;
 
 /// What the tier is opened with.
@@ -74,7 +76,7 @@ pub struct RemoteOptions {
     pub env: Vec<(String, String)>,
     /// How long one request may take, with its tries.
     pub timeout: Duration,
-    /// Bytes of memory for chunks on their way, half of them up and half down.
+    /// Bytes of memory for chunks on their way: half for uploads, half for fetches.
     pub staging: u64,
     /// Whether to upload.
     pub mode: Mode,
@@ -99,7 +101,7 @@ struct Shared {
     bucket: RemoteBucket,
     namespace: String,
     shard: String,
-    /// What a chunk is, as JSON; none for who does not know it.
+    /// The geometry as JSON; `None` where the tier was opened without it.
     geometry: Option<Vec<u8>>,
     is_described: AtomicBool,
     known: KnownObjects,
@@ -107,12 +109,12 @@ struct Shared {
     uploads: Uploads,
     upload_staging: Bound,
     fetch_staging: Bound,
-    /// Of what `fetch_staging` bounds, what is not in use.
+    /// Memory within the bound `fetch_staging` that is not in use.
     spare_pieces: SparePieces,
 }
 
 impl Shared {
-    /// What of the cache is in question: namespace and shard.
+    /// Namespace and shard.
     fn place(&self) -> String {
         format!("{}/{}", self.namespace, self.shard)
     }
@@ -121,8 +123,8 @@ impl Shared {
         self.bucket.name([&*self.namespace, &*self.shard, &format!("{tenant:016x}"), &key.to_hex()])
     }
 
-    /// Says once beside the chunks what they are, for tools. Tried again with the next upload where
-    /// it fails.
+    /// Puts the geometry beside the chunks, once, for tools. Where that fails it is tried again
+    /// with the next upload.
     async fn describe(&self) {
         let Some(geometry) = self.geometry.as_ref().filter(|_| !self.is_described.swap(true, Ordering::Relaxed)) else {
             return;
@@ -198,7 +200,7 @@ impl Remote {
         let run = move || {
             runtime.spawn(uploads);
             drop(runtime.block_on(stopped));
-            // What blocks, such as a name server that does not answer, is not waited for.
+            // Does not wait for blocking calls, such as one to a name server that does not answer.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name("forebay-remote".to_owned()).spawn(run);
@@ -207,15 +209,14 @@ impl Remote {
         Ok(Arc::new(Self { shared, runtime: handle, mode: options.mode, thread }))
     }
 
-    /// A chunk has been published on a drive: it is uploaded some time, if there is room in the
-    /// queue.
+    /// A chunk has been published on a drive: queues its upload, if there is room in the queue.
     pub fn published(&self, log: &Arc<Log>, key: ChunkKey) {
         if self.mode == Mode::Rw && !self.upload(log, key) {
             self.shared.counters.not_uploaded.add(RemoteCause::QueueFull, 1);
         }
     }
 
-    /// Uploads a chunk of a drive some time; whether there was room in the queue.
+    /// Queues the upload of a chunk of a drive; whether there was room in the queue.
     pub fn upload(&self, log: &Arc<Log>, key: ChunkKey) -> bool {
         self.shared.uploads.push(log, key)
     }
@@ -275,7 +276,7 @@ impl Remote {
             let parts = [Some(&*shared.namespace), Some(&*shared.shard), tenant.as_deref()];
             let prefix = shared.bucket.name(parts.into_iter().flatten());
             shared.bucket.delete_below(&prefix).await?;
-            // Which of them are a tenant's is not known here.
+            // Which objects are the tenant's is not known here, so all answers are forgotten.
             if tenant.is_none() { shared.known.all_gone() } else { shared.known.forget() }
             Ok(())
         })
@@ -306,7 +307,7 @@ impl Remote {
         self.shared.uploads.wait(deadline)
     }
 
-    /// Ends everything; what waits to be uploaded is shed.
+    /// Ends all requests and the threads; what waits to be uploaded is shed.
     pub fn close(&self) {
         let thread = self.thread.lock().take();
         if let Some((stop, thread)) = thread {

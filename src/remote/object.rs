@@ -1,5 +1,5 @@
-//! What an object is: the bytes of a chunk's slot from its header on, and a word in the header
-//! about the namespace it belongs to. Where it lies is in `mod.rs`.
+//! What is in an object: the bytes of a chunk's slot from its header on; the header also names the
+//! namespace and the shard. How objects are named is in `mod.rs`.
 //!
 //! Nothing of an object is used before its header has been compared with what was asked for and
 //! every extent with its CRC.
@@ -46,7 +46,7 @@ pub(super) fn codec_of(log: &Log, tokens: u32, bytes: u64) -> Option<SlotCodec> 
     [SlotCodec::Exp4, SlotCodec::None].into_iter().find(has_length)
 }
 
-/// The header that an object has instead of its slot's.
+/// The header of an object: that of its slot, with the namespace added.
 ///
 /// # Errors
 /// Where the namespace's name does not fit into it.
@@ -56,7 +56,8 @@ pub(super) fn header_for(mut header: SlotHeader, namespace: &str, layout: &SlotL
     Ok(header.encode(layout)?.0)
 }
 
-/// The header that an object begins with, where it is that of `wanted` in `namespace`.
+/// The header at the beginning of an object, if it is that of `wanted` in `namespace` and has not
+/// expired.
 pub(super) fn check_header(
     bytes: &[u8],
     wanted: &Wanted,
@@ -91,8 +92,8 @@ pub(super) fn cuts(layout: &SlotLayout, step: u64) -> impl Iterator<Item = (u64,
 /// CRCs of the parts of extents that a piece holds, by layer.
 pub(super) type PieceCrcs = Vec<(usize, Hasher)>;
 
-/// Adds the CRCs of a piece that begins at `at` within the slot, where the one before ends.
-/// Padding, which has no CRC and is zero on a drive, is cleared.
+/// Adds the CRCs of a piece that begins at `at` within the slot, where the piece before it ended.
+/// Clears padding, which no CRC covers and which must be zero on a drive.
 pub(super) fn check_piece(layout: &SlotLayout, at: u64, piece: &mut [u8], crcs: &mut PieceCrcs) {
     let len = piece.len() as u64;
     let within = |from: u64, to: u64| {

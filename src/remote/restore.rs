@@ -20,11 +20,11 @@ use crate::format::slot::SlotHeader;
 
 /// Tries of one chunk.
 const TRIES: u32 = 3;
-/// How often a store that is left alone is asked again.
+/// The pause after which it is tried again to ask a store that is left alone.
 const LOOK_AGAIN: std::time::Duration = std::time::Duration::from_millis(200);
 
-/// Brings what of `objects` no drive has, up to `most` bytes; why it stopped, where that is the
-/// store's fault.
+/// Brings those of `objects` that no drive has, up to `most` bytes. Where the drives take no more
+/// it stops, and gives the cause; a chunk that does not come for another reason is passed over.
 pub(super) async fn run(
     shared: &Arc<Shared>,
     to: &Destination,
@@ -62,7 +62,8 @@ pub(super) async fn run(
     None
 }
 
-/// What fails because of the network is tried again; a store that is left alone is waited for.
+/// Tries a request again where it fails because of the network; waits for a store that is left
+/// alone.
 async fn again<T, F: Future<Output = Result<T, RemoteCause>>>(request: impl Fn() -> F) -> Result<T, RemoteCause> {
     let mut tries = 0;
     loop {

@@ -11,7 +11,7 @@ pub(super) enum RemoteCause {
     TimedOut,
     /// The connection or the server failed.
     Io,
-    /// The store does not let us.
+    /// The store refuses these credentials.
     Refused,
     /// What came is not what was asked for, or fails a CRC.
     Corrupt,
@@ -33,7 +33,7 @@ pub(super) enum RemoteCause {
     Closed,
     /// It is there already.
     Present,
-    /// The store has no such request.
+    /// The store does not know the request, or the chunk is of a kind that is not fetched.
     Unsupported,
 }
 
@@ -116,13 +116,13 @@ pub struct RemoteStats {
     pub fetched: u64,
     /// Bytes of their slots.
     pub fetched_bytes: u64,
-    /// Chunks that were asked for and not brought, for every cause.
+    /// Chunks at which a fetch ended, or that a restore passed over, for every cause.
     pub not_fetched: Vec<(&'static str, u64)>,
     /// Chunks uploaded.
     pub uploaded: u64,
     /// Bytes of their slots.
     pub uploaded_bytes: u64,
-    /// Chunks that were to be uploaded and were there.
+    /// Chunks that were to be uploaded and that the store had already.
     pub present: u64,
     /// Chunks that were to be uploaded and were not, for every cause.
     pub not_uploaded: Vec<(&'static str, u64)>,
@@ -148,18 +148,18 @@ impl Counters {
 }
 
 impl RemoteStats {
-    /// Where there is no remote tier.
+    /// The counters where there is no remote tier.
     pub(crate) fn off() -> Self {
         Counters::default().stats((false, 0))
     }
 
-    /// Chunks not fetched for a cause.
+    /// Of `not_fetched`, those for `cause`.
     #[must_use]
     pub fn missed(&self, cause: &str) -> u64 {
         self.not_fetched.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()
     }
 
-    /// Chunks not uploaded for a cause.
+    /// Of `not_uploaded`, those for `cause`.
     #[must_use]
     pub fn shed(&self, cause: &str) -> u64 {
         self.not_uploaded.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()

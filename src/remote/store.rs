@@ -1,5 +1,5 @@
-//! What tools ask of the remote store, one question after another: what it holds, and whether it
-//! works. Nothing here serves a load.
+//! What tools ask of the remote store, one request after another: what it holds, and whether it
+//! works. No load depends on this.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::key::ChunkKey;
 const SMALL_READS: usize = 5;
 /// Bytes of a small read.
 const SMALL_BYTES: u64 = 64 << 10;
-/// Where an instance's credentials are asked for.
+/// The address at which cloud machines ask for the credentials of their role.
 const INSTANCE: &str = "169.254.169.254";
 
 /// An object of the store: a chunk.
@@ -158,7 +158,7 @@ impl RemoteStore {
                 return Ok(took);
             }
             let wrong = "a ranged read gave other bytes than were put";
-            Err(Error::new(ErrorKind::Corrupt, wrong).advice("the store, or what lies before it, cannot be used"))
+            Err(Error::new(ErrorKind::Corrupt, wrong).advice("this store, or a proxy before it, cannot be used"))
         };
         let large = range(0, PART_BYTES)?;
         let mut small: Vec<Duration> =
@@ -209,7 +209,7 @@ fn explained(what: &str, e: StoreError) -> Error {
         (StoreError::Unauthenticated { .. }, _) => (ErrorKind::Permission, known),
         (StoreError::PermissionDenied { .. }, _) => (ErrorKind::Permission, rights),
         (StoreError::NotFound { .. }, _) => (ErrorKind::NotFound, absent),
-        // Of a list the crate gives the status only in words.
+        // For a list the crate has the status in its text alone.
         _ if text.contains("401 Unauthorized") => (ErrorKind::Permission, known),
         _ if text.contains("403 Forbidden") => (ErrorKind::Permission, rights),
         _ if text.contains("404 Not Found") => (ErrorKind::NotFound, absent),
@@ -228,7 +228,7 @@ fn explained(what: &str, e: StoreError) -> Error {
         ),
         _ => (ErrorKind::Io, "look at the store's own log"),
     };
-    Error::new(kind, format!("the remote store refuses a {what}")).source(e).advice(advice)
+    Error::new(kind, format!("a {what} of the remote store failed")).source(e).advice(advice)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use crate::io::{Buf, Completion, Done, Queue, Request};
 
 /// The unit in which memory is counted.
 const UNIT: u64 = 4096;
-/// How often a full queue is tried again.
+/// The pause after which a full queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
 
 /// A bound on memory.
@@ -30,7 +30,7 @@ impl Bound {
         Self { free: Arc::new(Semaphore::new(all as usize)), all }
     }
 
-    /// Waits for room for `bytes`, or for all there is where that is less.
+    /// Waits for room for `bytes`, or for all of the bound where `bytes` is more than that.
     pub(super) async fn take(&self, bytes: u64) -> Result<Room, RemoteCause> {
         let wanted = units(bytes).min(self.all);
         let permit = Arc::clone(&self.free).acquire_many_owned(wanted).await.map_err(|_| RemoteCause::Closed)?;
@@ -38,12 +38,13 @@ impl Bound {
     }
 }
 
-/// Room in memory, with the bytes that still need it; given back with this, or by and by.
+/// Room in memory, with the number of bytes that still need it. It is given back when this is
+/// dropped, and in parts before by [`free`](Self::free).
 #[derive(Debug)]
 pub(super) struct Room(Mutex<(OwnedSemaphorePermit, u64)>);
 
 impl Room {
-    /// So many bytes need no memory any more: others can have what the rest does not need.
+    /// So many bytes need no memory any more: gives back what the rest does not need.
     pub(super) fn free(&self, bytes: u64) {
         let (permit, left) = &mut *self.0.lock();
         *left = left.saturating_sub(bytes);
@@ -53,8 +54,8 @@ impl Room {
 }
 
 /// Memory of fetched pieces that is used again: fresh memory costs a fetch more than the network
-/// does. New memory is made only where there is no piece of that length, and then the others go: so
-/// all of it together is never more than was in use at once.
+/// does. New memory is made only where there is no piece of that length, and then all spare pieces
+/// are freed: so all of it together is never more than was in use at once.
 #[derive(Debug, Default)]
 pub(super) struct SparePieces(Mutex<Vec<Buf>>);
 
@@ -81,7 +82,7 @@ fn units(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(UNIT).max(1)).unwrap_or(u32::MAX).min(u32::MAX >> 4)
 }
 
-/// A request that was submitted, or is still to be where the queue was full.
+/// A request that was submitted, or that [`end`] must submit because the queue was full.
 pub(super) struct Submitted {
     end: oneshot::Receiver<Completion>,
     rejected: Option<Box<Request>>,

@@ -1,8 +1,8 @@
 //! From a drive to the remote store: chunks that were just published wait in a bounded queue, are
 //! read again, checked and put, if the store does not have them.
 //!
-//! Reading gives way to loads. A chunk that has left the drive by then is not uploaded; one that
-//! leaves it while it is put is deleted again, since it may have been removed.
+//! Reading gives way to loads. A chunk that has left its drive before it is read is not uploaded;
+//! one that leaves it while it is put is deleted from the store, since it may have been removed.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,15 +25,15 @@ use crate::log::{Bad, Chunk, Log};
 
 /// Chunks that wait at most.
 const MOST_WAITING: usize = 1 << 14;
-/// Bytes of one read: what a load may have to wait for.
+/// Bytes of one read. A load may have to wait for one.
 const READ_BYTES: u64 = 1 << 20;
 /// How long one read waits for loads to be over.
 const GIVES_WAY: Duration = Duration::from_millis(10);
 /// How long a chunk is kept on its drive for its upload.
 const LEASE: Duration = Duration::from_secs(60);
-/// Uploads of one chunk that may fail.
+/// How often the upload of a chunk is tried.
 const TRIES: u32 = 3;
-/// How often a store that is left alone is asked again.
+/// The pause after which it is tried again to ask a store that is left alone.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 /// A chunk that waits.
@@ -82,7 +82,7 @@ impl Uploads {
         true
     }
 
-    /// Takes what waits away; how many that were.
+    /// Empties the queue; how many chunks waited.
     pub(super) fn drain(&self) -> usize {
         let waiting = std::mem::take(&mut *self.waiting.lock());
         self.less.notify_all();
@@ -124,7 +124,7 @@ impl Drop for ActiveUpload {
     }
 }
 
-/// Uploads what comes into the queue, for ever.
+/// Uploads what comes into the queue, until its task is ended.
 pub(super) async fn run(shared: Arc<Shared>) {
     loop {
         let chunk = shared.uploads.next().await;
@@ -167,7 +167,7 @@ async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room
     }
 }
 
-/// Uploads a chunk; its bytes, or `None` where it was there.
+/// Uploads a chunk; its bytes, or `None` where the store had it.
 async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
     let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
@@ -180,7 +180,7 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 return Ok(None);
             }
-            // Others have removed it since: that is told before the upload is.
+            // Others have removed it since. That is listed as a change before the upload is.
             Err(RemoteCause::Absent) if known.is_some_and(|known| matches!(known, RemotePresence::There(_))) => {
                 shared.known.set(key, RemotePresence::Absent);
             }
@@ -210,7 +210,7 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     let layout = chunk.layout.clone();
     let header = piece(log, chunk, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
     let bad = || {
-        // Without a lease, as where the cache is read only, its place may have been given up.
+        // A chunk may have no lease, as in a read-only cache: then its slot may have been erased.
         if !is_still_there(log, chunk) {
             return RemoteCause::Gone;
         }

@@ -1,4 +1,4 @@
-//! The frames of this process, for itself and, where they are [shared](super::owner), for others.
+//! The frames of this process, for itself and, where they are [lent](super::owner), for others.
 
 use std::any::Any;
 use std::fmt;
@@ -22,14 +22,14 @@ const HUGE_BYTES: usize = 2 << 20;
 /// Frames, and what is in them.
 pub(super) struct Frames {
     pool: Arc<StagingPool>,
-    /// What the pool lies in, where other processes may have it.
+    /// The memory of the pool, where other processes can map it.
     region: Option<Arc<SharedRegion>>,
     ranked: Mutex<Ranked>,
     turns: AtomicU64,
     evicted: Arc<AtomicU64>,
-    /// An accelerator has addresses of their memory, here or in another process.
+    /// Whether an accelerator has addresses of their memory, here or in another process.
     is_pinned: AtomicBool,
-    /// Frames that nobody gets any more, as another process may still use them.
+    /// Frames that are never used again, as another process, or its drive, may still use them.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
 }
 
@@ -48,8 +48,8 @@ impl Frames {
         Ok(Self::over(pool, Some(region), Arc::clone(evicted)))
     }
 
-    /// Options with the bytes that a shared frame has. The memory of one frame can be replaced
-    /// without its neighbours': it has whole pages, and huge ones only where that wastes little.
+    /// Options with the size of a shared frame. A frame's memory must be replaceable without its
+    /// neighbours': it consists of whole pages, and of huge ones only where that wastes little.
     pub(super) fn shareable(options: &StagingOptions) -> Result<StagingOptions> {
         let mut found = *options;
         found.slot_bytes = StagingPool::rounded(options.slot_bytes)?;
@@ -79,7 +79,7 @@ impl Frames {
         self.region.as_ref()
     }
 
-    /// The number of a load or a store among all.
+    /// The next number for a load or a store.
     pub(super) fn turn(&self) -> u64 {
         self.turns.fetch_add(1, Ordering::Relaxed)
     }
@@ -96,7 +96,8 @@ impl Frames {
             if let Some(buf) = self.pool.try_take() {
                 break buf;
             }
-            // Dropped after the lock: its memory comes free then, unless it has just been taken.
+            // Dropped outside the lock, which frees its memory. Another thread may take that first,
+            // so this goes on until it gets some.
             let gone = self.ranked.lock().evict()?;
             drop(gone);
             steps::step();
@@ -105,7 +106,7 @@ impl Frames {
         FrameFill::new(buf)
     }
 
-    /// A chunk has come; `false` while somebody writes it.
+    /// Lets a chunk be found; `false` while a part of its frame is still being written.
     pub(super) fn put(
         &self,
         id: &FrameId,
@@ -131,14 +132,14 @@ impl Frames {
         self.ranked.lock().ids()
     }
 
-    /// An accelerator copies from and to them, here or in another process.
+    /// From now on an accelerator copies from and to them, here or in another process.
     pub(super) fn are_pinned(&self) {
         self.is_pinned.store(true, Ordering::Release);
     }
 
-    /// A frame comes back that a process was filling when it died. A drive may still write into
-    /// its memory: nobody gets that again. Where it is pinned it cannot be replaced either, as an
-    /// accelerator would go on with the old memory.
+    /// Takes back a frame that a process was filling when it died. A drive may still write into its
+    /// memory, so the frame gets new memory. Where it is pinned that cannot be, as an accelerator
+    /// would go on with the old memory: the frame is not used again.
     pub(super) fn take_back(&self, fill: FrameFill) {
         if self.is_pinned.load(Ordering::Acquire) {
             return self.keep(fill);
@@ -155,7 +156,7 @@ impl Frames {
         }
     }
 
-    /// Nobody gets this frame any more.
+    /// Keeps a frame from ever being used again.
     pub(super) fn keep(&self, frame: impl Any + Send) {
         self.kept.lock().push(Box::new(frame));
     }

@@ -1,30 +1,30 @@
-//! What a process that uses another's frames has heard of the chunks in them. How fast a load is
-//! depends on it, and nothing else does: it may be late.
+//! What a process that uses another's frames knows of the chunks in them. It may be out of date:
+//! only the choice of what to load, and so its speed, depends on it.
 //!
-//! Invariants: nothing is asked before somebody wants to know; what is kept is bounded by what the
-//! other process has, and by [`MOST_PENDING`].
+//! Invariants: the other process is not asked before somebody wants to know; what is kept is
+//! bounded by the chunks that the other process has, and by [`MOST_PENDING`].
 
 use std::collections::HashSet;
 
 use super::message::MOST_IDS;
 use crate::key::ChunkKey;
 
-/// Changes that wait to be taken: when there are more, the other process is not asked.
+/// While more changes than these wait to be taken, the other process is not asked.
 const MOST_PENDING: usize = 1 << 16;
 
 /// Chunks in another process's frames.
 #[derive(Debug, Default)]
 pub(super) struct Heard {
     is_wanted: bool,
-    /// The number of the change to ask for; `None` where all is to be listed.
+    /// The number of the first change that is not known; `None` where all chunks must be listed.
     next: Option<u64>,
     there: HashSet<ChunkKey>,
-    /// Chunks that have come or gone since they were told.
+    /// Chunks that have come or gone since [`take`](Self::take) gave them last.
     pending: HashSet<ChunkKey>,
 }
 
 impl Heard {
-    /// Somebody wants to know from now on; whether nobody did before.
+    /// Somebody wants to know from now on. True at the first call.
     pub(super) fn want(&mut self) -> bool {
         !std::mem::replace(&mut self.is_wanted, true)
     }
@@ -38,14 +38,14 @@ impl Heard {
         self.next
     }
 
-    /// What has come and gone; the next change has the number `next`.
+    /// Takes in changes; the one after them has the number `next`.
     pub(super) fn changed(&mut self, changes: &[(ChunkKey, bool)], next: u64) {
         debug_assert!(changes.len() <= MOST_IDS, "they came in one message");
         changes.iter().for_each(|(key, is_there)| self.set(*key, *is_there));
         self.next = Some(next);
     }
 
-    /// What is there; changes from the number `next` on may be in it already.
+    /// Takes in a list of all chunks. Changes from number `next` on may be in it already.
     pub(super) fn listed(&mut self, all: &HashSet<ChunkKey>, next: u64) {
         let gone: Vec<ChunkKey> = self.there.difference(all).copied().collect();
         gone.into_iter().for_each(|key| self.set(key, false));

@@ -1,11 +1,11 @@
-//! Frames of another process.
+//! A connection to the owner, and its frames.
 //!
 //! Invariants:
-//! - The connection stays open as long as this process uses a frame: at its end the other process
-//!   gives the frames away.
-//! - After a failure nothing is asked any more, and no frame found: the other process may be gone,
-//!   and the frames of the next one are others. What is in use stays, in memory that nobody reuses.
-//! - What the other process says is checked: an offset that is no frame's is a miss.
+//! - The connection stays open as long as this process uses a frame: when it is closed, the owner
+//!   gives the frames to others.
+//! - After a failure the owner is asked nothing any more, and no frame is found: it may be gone,
+//!   and the next owner has other frames. Frames in use stay, in memory that nobody reuses.
+//! - What the owner says is checked: an offset that is no frame's is a miss.
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -27,9 +27,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, EventFd};
 use crate::key::ChunkKey;
 
-/// An answer that has not come by then does not come: the other process is stopped, or gone.
+/// How long an answer is waited for. Then the owner counts as stopped or gone.
 const PATIENCE: Duration = Duration::from_millis(250);
-/// CRCs that a message has room for.
+/// The most CRCs that fit in a message.
 const MOST_CRCS: usize = 8192;
 
 /// A connection to the process that has the frames, and its memory.
@@ -62,7 +62,7 @@ impl FrameLink {
         let failed = |e: std::io::Error| Error::io("cannot reach the process that has the memory tier's frames", e);
         let socket = socket().map_err(failed)?;
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).map_err(|e| failed(e.into()))?;
-        // Where its backlog is full.
+        // `connect` waits so long where the owner's backlog is full.
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(PATIENCE)).map_err(|e| failed(e.into()))?;
         at_socket(dir, |address| rustix::net::connect(&socket, address)).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {
@@ -92,7 +92,7 @@ impl FrameLink {
         let frames = usize::try_from(frames).unwrap_or(usize::MAX);
         let len = frames
             .checked_mul(frame_bytes)
-            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("a memory tier of {frames} frames")))?;
+            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("the owner has too many frames: {frames}")))?;
         let wishes = RegionOptions { hugepages: options.hugepages, numa: None };
         let region = SharedRegion::open(file, len, &wishes)?;
         let link = Arc::new(Self {
@@ -121,19 +121,19 @@ impl FrameLink {
         &self.region
     }
 
-    /// Whether nothing is asked any more.
+    /// Whether the owner is asked nothing any more.
     pub(super) fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Asks nothing any more.
+    /// Asks the owner nothing any more, and wakes the thread of the tier.
     pub(super) fn end(&self) {
         if !self.is_over.swap(true, Ordering::AcqRel) {
             self.bell.set();
         }
     }
 
-    /// The frame of a chunk, and what it is known by.
+    /// The frame of a chunk, its CRCs, and the number of the lease.
     pub(super) fn find(
         self: &Arc<Self>,
         id: &FrameId,
@@ -146,32 +146,32 @@ impl FrameLink {
         Some((frame, Arc::from(crcs), lease))
     }
 
-    /// A frame to be filled, and what it is known by.
+    /// A frame to be filled, and the number of the lease.
     pub(super) fn reserve(self: &Arc<Self>, id: &FrameId, rank: Rank) -> Option<(FrameFill, u32)> {
         let ask = Ask::Reserve { id: (id.key.0, id.sequence), place: place(rank) };
         let Answer::Frame { lease, offset, .. } = self.ask(&ask)? else { return None };
         Some((FrameFill::new(self.slot(offset, lease)?)?, lease))
     }
 
-    /// A frame that was reserved is full.
+    /// Says that a reserved frame is full; `false` where that cannot be sent.
     pub(super) fn publish(&self, lease: u32, (rank, is_unused): (Rank, bool), crcs: &[u32]) -> bool {
         crcs.len() <= MOST_CRCS
             && self.tell(&Ask::Publish { lease, place: place(rank), is_unused, crcs: crcs.to_vec() })
     }
 
-    /// Has chunks dropped.
+    /// Has the owner drop chunks.
     pub(super) fn forget(&self, ids: &[FrameId]) {
         for ids in ids.chunks(MOST_IDS) {
             self.tell(&Ask::Forget { ids: ids.iter().map(|id| (id.key.0, id.sequence)).collect() });
         }
     }
 
-    /// Has the chunks dropped that `keep` does not want.
+    /// Has the owner drop the chunks for which `keep` is false.
     pub(super) fn retain(&self, keep: &dyn Fn(&FrameId) -> bool) {
         self.list(|ids| self.forget(&ids.filter(|id| !keep(id)).collect::<Vec<_>>()));
     }
 
-    /// Asks what is there, and gives it to `each`, some at a time.
+    /// Asks which chunks are there, and passes them to `each`, up to [`MOST_IDS`] at a time.
     fn list(&self, mut each: impl FnMut(&mut dyn Iterator<Item = FrameId>)) {
         let mut after = None;
         while let Some(Answer::Ids { ids }) = self.ask(&Ask::List { after }) {
@@ -184,8 +184,8 @@ impl FrameLink {
         }
     }
 
-    /// Asks what has come and gone since it was last asked; one message says not all of it where
-    /// that is much.
+    /// Asks which chunks have come and gone since the last time. An answer has up to [`MOST_IDS`]
+    /// of them; the others come with the next one.
     pub(super) fn hear(&self, heard: &Mutex<Heard>) {
         let from = heard.lock().next();
         match self.ask(&Ask::Changes { from }) {
@@ -202,7 +202,7 @@ impl FrameLink {
         }
     }
 
-    /// The bytes of a frame, given back when the buffer goes.
+    /// The bytes of a frame, which is given back when the last buffer of it is dropped.
     fn slot(self: &Arc<Self>, offset: u64, lease: u32) -> Option<Buf> {
         let keeper: Box<dyn Any + Send + Sync> = Box::new(LentFrame { link: Arc::clone(self), lease });
         let offset = usize::try_from(offset).ok().filter(|offset| offset % self.frame_bytes == 0)?;
@@ -229,7 +229,7 @@ impl FrameLink {
         }
     }
 
-    /// Says something; `false` where it does not arrive.
+    /// Sends a message; `false` where that fails.
     fn tell(&self, ask: &Ask) -> bool {
         if self.is_over() {
             return false;

@@ -1,6 +1,6 @@
 //! What the processes that share frames say to each other, one datagram for each message.
 //!
-//! Decoders take any bytes. A datagram that is longer than [`MOST_BYTES`] is cut and so refused.
+//! Decoders accept any bytes and never panic. A datagram longer than [`MOST_BYTES`] is refused.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -23,7 +23,7 @@ pub(super) const MOST_IDS: usize = 1000;
 /// Key and sequence of a chunk.
 pub(super) type Id = ([u8; 32], u64);
 
-/// Load or store of the process that asks, and place in it.
+/// A load or store of the process that asks, by its own count, and a chunk's place in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct UsedAt {
     pub(super) turn: u64,
@@ -41,11 +41,11 @@ pub(super) enum Ask {
     Reserve { id: Id, place: UsedAt },
     /// Answered by `Ids`: the next ones after a key.
     List { after: Option<[u8; 32]> },
-    /// A frame that was reserved is full. No answer.
+    /// A frame that was reserved is full, which ends the lease. No answer.
     Publish { lease: u32, place: UsedAt, is_unused: bool, crcs: Vec<u32> },
-    /// No answer.
+    /// Gives a frame back. No answer.
     Release { lease: u32 },
-    /// No answer.
+    /// Drops chunks. No answer.
     Forget { ids: Vec<Id> },
     /// Answered by `Changes`: those from a number on.
     Changes { from: Option<u64> },
@@ -59,8 +59,9 @@ pub(super) enum Answer {
     Nothing,
     Frame { lease: u32, offset: u64, crcs: Vec<u32> },
     Ids { ids: Vec<Id> },
-    /// `next` is the number of the first one that is not among them; nothing but that where none
-    /// was asked for, or where those before it are not known any more.
+    /// `next` is the number of the first change that is not among them. `None` instead of changes
+    /// where no number was asked for, or that change is not known any more: the chunks must be
+    /// listed.
     Changes { next: u64, changes: Option<Vec<([u8; 32], bool)>> },
 }
 

@@ -2,23 +2,26 @@
 //!
 //! The tier is inclusive: what it has, a drive has too, and it is asked only for a chunk that a
 //! lookup has just found there, by key and sequence. So what was removed, has expired or lies below
-//! a floor is not served from memory either, without any notice to this room.
+//! a floor is not served from memory either, although nobody tells this room.
 //!
 //! A frame holds the extents of one chunk, each where it lies in the chunk's slot. Loads read into
 //! it, and stores gather into it, instead of into staging: nothing is copied to fill the tier. A
 //! prefetch reads into frames for loads to come. A frame is served once all its extents have
-//! verified, or were written and published. Whoever takes bytes out of it takes their CRCs again.
+//! verified, or were written and published. Whoever copies bytes out of it checks their CRCs.
 //!
-//! The processes that share a shard have one copy: one of them has the `frames`, and the others use
-//! them through a `link`. The other files: `share` (which of the two this process does), `owner`
-//! (lends frames), `message` (what they send each other), `ranked` (which frame goes next), `heard`
-//! (what a borrower knows of the frames), `pin` (for an accelerator), `steps` (where tests take
-//! turns), `simulated`.
+//! The processes that share a shard have one copy: one of them, the *owner*, has the frames, and
+//! the others use them through a connection to it.
+//!
+//! Files: `frames.rs` (the frames of this process), `ranked.rs` (which frame goes next), `owner.rs`
+//! (lends frames to other processes), `link.rs` (uses those of the owner), `message.rs` (what owner
+//! and users send each other), `share.rs` (the thread that decides which of the two this process
+//! is), `heard.rs` (what a user knows of the owner's chunks), `pin.rs` (pins frames for an
+//! accelerator), `steps.rs` (waits, which tests schedule), `simulated.rs` (an owner under test).
 //!
 //! Invariants:
 //! - A frame is in use, and not given to another chunk, as long as anybody has a [`Hit`], a
 //!   [`Filling`] or a buffer of it, in whatever process.
-//! - What is held is at most the bytes of the settings.
+//! - The frames take no more bytes than the settings say.
 //! - Nothing here does I/O to a drive. Only a process that uses another's frames waits, for that
 //!   process's answer and for a bounded time.
 //!
@@ -52,7 +55,7 @@ use link::FrameLink;
 pub use ranked::Rank;
 use share::{Place, Share, Sharing};
 
-/// Which put of which chunk: a chunk that is removed and stored again is another one.
+/// Names one put of a chunk: a chunk that was removed and stored again has another `FrameId`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameId {
     /// The chunk's key.
@@ -138,9 +141,9 @@ impl MemoryTier {
         Ok(Self::with(Share::new(options, Place::Own(frames), None)?))
     }
 
-    /// A tier whose frames all processes share that [share](Self::share_in) the same directory; it
-    /// has none before. They are pinned for the accelerator of `mover`, which takes all of their
-    /// memory at once.
+    /// A tier whose frames are shared by all processes that name the same directory in
+    /// [`share_in`](Self::share_in); before that call it has none. They are pinned for the
+    /// accelerator of `mover`, if there is one, and then all their memory is allocated at once.
     ///
     /// # Errors
     /// As [`MemoryTier::new`].
@@ -174,14 +177,15 @@ impl MemoryTier {
         Ok(())
     }
 
-    /// Gives the frames up: another process may become their owner. Frames in use stay valid.
+    /// Gives the frames up: another process may then become owner, with frames of its own. Frames
+    /// in use stay valid.
     pub fn close(&self) {
         self.share.end();
         let sharing = self.sharing.lock().take();
         drop(sharing);
     }
 
-    /// The number of a load or a store among all: what is used later ranks higher.
+    /// The next number for a load or a store: what is used with a higher one ranks higher.
     pub fn turn(&self) -> u64 {
         match self.share.place() {
             Place::Own(frames) => frames.turn(),
@@ -198,8 +202,8 @@ impl MemoryTier {
         found
     }
 
-    /// As [`MemoryTier::get`], for a load to come: the chunk stays as long as the answer lives, and
-    /// nothing is counted.
+    /// As [`MemoryTier::get`], for a load to come: the chunk stays as long as the [`Hit`] lives,
+    /// and nothing is counted.
     #[must_use]
     pub fn hold(self: &Arc<Self>, id: FrameId, rank: Rank) -> Option<Hit> {
         self.find(id, rank, false)
@@ -220,9 +224,9 @@ impl MemoryTier {
         Some(Hit { frame, id, crcs, source, is_bad: AtomicBool::new(false), tier: Arc::clone(self) })
     }
 
-    /// A frame for a chunk with a slot of `bytes` bytes, in the place of what ranks lowest and
-    /// nobody uses. `None` where there is none, and for chunks so short that most of it would stay
-    /// empty.
+    /// A frame for a chunk with a slot of `bytes` bytes, if need be that of the chunk which ranks
+    /// lowest and which nobody uses. `None` where all frames are in use, and for slots that are
+    /// larger than a frame or not larger than half of one.
     #[must_use]
     pub fn reserve(self: &Arc<Self>, id: FrameId, bytes: u64, rank: Rank) -> Option<Filling> {
         let frame = self.frame_bytes() as u64;
@@ -240,12 +244,12 @@ impl MemoryTier {
         Some(Filling { fill, id, rank, source, tier: Arc::clone(self) })
     }
 
-    /// Drops the chunks of which `keep` says that they are not on a drive any more. They are not
-    /// served before either; after it their bytes are nobody's.
+    /// Drops the chunks for which `keep` is false, because they are not on a drive any more. They
+    /// are not served anyway: this frees their memory.
     pub fn retain(&self, keep: impl Fn(&FrameId) -> bool) {
         match self.share.place() {
             Place::Nowhere => {}
-            // Outside the lock of the frames: it may look into an index.
+            // `keep` may look into an index, so it is called outside the lock of the frames.
             Place::Own(frames) => frames.ids().iter().filter(|id| !keep(id)).for_each(|id| drop(frames.remove(id))),
             Place::Other(link) => link.retain(&keep),
         }
@@ -274,15 +278,15 @@ impl MemoryTier {
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let place = self.share.place();
         let mut changes = self.share.take_heard(most);
-        // What left another's frames before these were there comes first.
+        // Changes of the frames of the owner before come first.
         if let Place::Own(frames) = place {
             changes.extend(frames.take_changes(most - changes.len()));
         }
         changes
     }
 
-    /// Of the chunks that prefetches brought, how many a load has found, and how many left before;
-    /// counted by the process that has the frames.
+    /// Of the chunks that prefetches brought, how many a load has found, and how many left memory
+    /// before that. The owner counts them; (0, 0) in other processes.
     #[must_use]
     pub fn used_and_wasted(&self) -> (u64, u64) {
         match self.share.place() {
@@ -327,12 +331,12 @@ impl Hit {
         self.crcs.get(layer).copied()
     }
 
-    /// So many payload bytes of it have verified.
+    /// Counts payload bytes of it that a load has verified.
     pub fn loaded(&self, bytes: u64) {
         self.tier.loaded_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Its bytes are not what they were: nobody finds it any more.
+    /// Its bytes have failed their CRC: drops the chunk, so that nobody finds it any more.
     pub fn report_bad(&self) {
         let is_first = match &self.source {
             FrameSource::Own(frames) => frames.remove(&self.id).is_some(),
@@ -349,7 +353,8 @@ impl Hit {
 }
 
 impl Filling {
-    /// Bytes of the chunk's slot, to be written; `None` where somebody writes some of them.
+    /// Bytes of the chunk's slot, to be written; `None` where some of them are being written
+    /// already.
     #[must_use]
     pub fn part(&self, range: Range<usize>) -> Option<Buf> {
         self.fill.part(range)
@@ -361,12 +366,13 @@ impl Filling {
         self.fill.holds(buf)
     }
 
-    /// The chunk is there, with these CRCs of its extents. Nothing while somebody writes it.
+    /// Lets the chunk be found; `crcs` are those of its extents. Does nothing while a part of it is
+    /// still being written.
     pub fn publish(&self, crcs: &[u32]) {
         self.put(crcs, false);
     }
 
-    /// As [`Filling::publish`], for a load to come: what keeps the chunk there until then.
+    /// As [`Filling::publish`], for a load to come: the [`Hit`] keeps the chunk there until then.
     #[must_use]
     pub fn publish_prefetched(&self, crcs: &[u32]) -> Option<Hit> {
         self.put(crcs, true);
@@ -376,7 +382,7 @@ impl Filling {
     fn put(&self, crcs: &[u32], is_unused: bool) {
         let is_put = match &self.source {
             FrameSource::Own(frames) => frames.put(&self.id, &self.fill, (self.rank, is_unused), crcs),
-            // The frame that it becomes is the other process's.
+            // The owner makes it a frame that is found.
             FrameSource::Other(link, lease) => {
                 self.fill.finish().is_some_and(|_| link.publish(*lease, (self.rank, is_unused), crcs))
             }

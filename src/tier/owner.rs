@@ -1,9 +1,9 @@
 //! The process that has the frames: it holds the directory's lock, and lends frames to the others.
 //!
 //! Invariants:
-//! - A frame that another process fills or reads is one that this process does not give away: it
-//!   keeps a [`FrameFill`] or a [`Frame`] for it, until it is given back or the process is gone.
-//! - The frames go with the process. Who has the lock next makes new ones.
+//! - A frame that another process fills or reads is not given to a third: this process keeps a
+//!   [`FrameFill`] or a [`Frame`] of it until it is given back or the other process is gone.
+//! - The frames end with this process. The next owner makes new ones.
 //! - No message of another process makes this one wait or panic. A process that sends an invalid
 //!   message, or that cannot be sent one, gets no further answers. It may live on and use its
 //!   frames: they come back when it closes its end of the connection.
@@ -34,7 +34,7 @@ const MOST_PEERS: usize = 256;
 /// Messages of one process that are answered before others get their turn.
 const IN_A_ROW: usize = 64;
 
-/// A socket for datagrams in order, that knows when the other side is gone.
+/// A socket for datagrams in order, which learns when the other side is gone.
 pub(super) fn socket() -> std::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC;
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
@@ -64,11 +64,11 @@ pub(super) struct Owner {
 pub(super) struct Peer {
     socket: OwnedFd,
     is_welcome: bool,
-    /// Nothing that it says counts any more.
+    /// Whether its messages are ignored from now on.
     is_over: bool,
     leases: BTreeMap<u32, Lease>,
     next: u32,
-    /// Its turn, and which of ours that is.
+    /// The number of its current load or store by its own count, and by ours.
     turn: Option<(u64, u64)>,
 }
 
@@ -90,11 +90,11 @@ impl Owner {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Ok(None),
-            Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock", e).at(&path)),
+            Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock the memory tier", e).at(&path)),
         }
         steps::step();
         let socket = dir.join(SOCKET);
-        // What a process has left that died.
+        // An owner that died has left it.
         drop(std::fs::remove_file(&socket));
         let listener = Self::listen(dir)
             .map_err(|e| Error::io("cannot make the socket of the memory tier", e).at(&socket))?;
@@ -104,7 +104,7 @@ impl Owner {
 
     fn listen(dir: &Path) -> std::io::Result<OwnedFd> {
         let listener = socket()?;
-        // The mode of the name that it is bound to.
+        // The file that `bind` makes gets this mode.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         at_socket(dir, |address| rustix::net::bind(&listener, address))?;
         rustix::net::listen(&listener, 64)?;
@@ -112,7 +112,7 @@ impl Owner {
         Ok(listener)
     }
 
-    /// Lends frames until `is_over`, which `bell` makes it look at.
+    /// Lends frames until `is_over` is true; `bell` wakes it to look.
     pub(super) fn serve(&self, bell: &EventFd, is_over: impl Fn() -> bool) {
         let mut peers: Vec<Peer> = Vec::new();
         let mut buf = vec![0; MOST_BYTES];
@@ -125,7 +125,8 @@ impl Owner {
                     && e != rustix::io::Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
-                    return;
+                    // What is lent must be kept, below.
+                    break;
                 }
                 polled.iter().map(|fd| !fd.revents().is_empty()).collect()
             };
@@ -151,7 +152,8 @@ impl Owner {
         self.end(peers);
     }
 
-    /// Frames are lent no longer. The others may use those that they have until they hear of it.
+    /// Ends lending. The others may use the frames that they have until they learn of it, so these
+    /// are never used again.
     pub(super) fn end(&self, peers: impl IntoIterator<Item = Peer>) {
         peers.into_iter().flat_map(|peer| peer.leases.into_values()).for_each(|lease| match lease {
             Lease::Reads { frame } => self.frames.keep(frame),
@@ -159,7 +161,7 @@ impl Owner {
         });
     }
 
-    /// Answers what a process has said; `false` where it is gone.
+    /// Answers the messages of a process; `false` where it is gone.
     fn attend(&self, peer: &mut Peer, buf: &mut [u8]) -> bool {
         for _ in 0..IN_A_ROW {
             let ask = match message::receive::<Ask>(&peer.socket, buf, RecvFlags::DONTWAIT) {
@@ -169,7 +171,7 @@ impl Owner {
                 Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return false,
                 Err(_) if peer.is_over => continue,
                 Err(e) => {
-                    tracing::warn!(error = %e, "a process that uses the memory tier said what is not understood");
+                    tracing::warn!(error = %e, "a process that uses the memory tier sent an invalid message");
                     return peer.end();
                 }
             };
@@ -190,7 +192,7 @@ impl Owner {
         true
     }
 
-    /// The answer, where there is one; `None` for what nobody may say.
+    /// The answer, if the message has one; `None` in place of that where it breaks the protocol.
     pub(super) fn answer(&self, peer: &mut Peer, ask: Ask) -> Option<Option<Answer>> {
         let frames = &self.frames;
         if let Ask::Hello { version, frame_bytes, pins } = ask {
@@ -232,7 +234,7 @@ impl Owner {
                 None
             }
             Ask::Release { lease } => {
-                // One that was published is not there any more.
+                // A lease that was published has ended already.
                 drop(peer.leases.remove(&lease));
                 None
             }
@@ -256,8 +258,8 @@ impl Owner {
         })
     }
 
-    /// A process is gone: what it was reading is free, and what it was filling too, in other
-    /// memory.
+    /// Takes the frames of a process that is gone back: those that it read are free, and those that
+    /// it was filling too, with new memory.
     pub(super) fn part(&self, peer: Peer) {
         for lease in peer.leases.into_values() {
             if let Lease::Fills(fill, _) = lease {
@@ -269,7 +271,7 @@ impl Owner {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // The name goes while nobody else can have made a new one.
+        // Removed under the lock: another owner could have made a new one otherwise.
         drop(std::fs::remove_file(&self.socket));
         steps::step();
         drop(self.lock.unlock());
@@ -277,12 +279,12 @@ impl Drop for Owner {
 }
 
 impl Peer {
-    /// One that has not said anything.
+    /// A process that has just connected.
     pub(super) fn new(socket: OwnedFd) -> Self {
         Self { socket, is_welcome: false, is_over: false, leases: BTreeMap::new(), next: 0, turn: None }
     }
 
-    /// Talks to it no more; `true`, as it is not gone.
+    /// Ignores its messages from now on. `true`, for [`Owner::attend`]: it is not gone.
     fn end(&mut self) -> bool {
         self.is_over = true;
         if let Err(error) = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write) {
@@ -291,7 +293,7 @@ impl Peer {
         true
     }
 
-    /// The rank of what it uses: its loads and stores get a turn here as ours do.
+    /// The rank of what it uses: each of its loads and stores gets a number here as ours do.
     fn rank(&mut self, frames: &Frames, place: UsedAt) -> Rank {
         let turn = match self.turn {
             Some((theirs, ours)) if theirs == place.turn => ours,

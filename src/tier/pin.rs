@@ -1,5 +1,5 @@
-//! Pins the frames for an accelerator, piece by piece and beside everything else: for a large
-//! memory it takes a minute. Copies of what is not pinned yet are only slower.
+//! Pins the frames for an accelerator, piece by piece on a thread of its own: for a large memory it
+//! takes a minute. Copies of frames that are not pinned yet work too, and are slower.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,8 +9,8 @@ use crate::device::SharedRegion;
 use crate::error::{Error, Result};
 use crate::io::{MemRegion, Mover};
 
-/// Bytes of a piece, which the end of the tier may have to wait for. No copy may cross from one to
-/// the next, so they hold whole frames.
+/// Bytes of a piece, about. Closing the tier waits until the current piece is pinned. No copy may
+/// cross from one to the next, so pieces consist of whole frames.
 const PIECE_BYTES: usize = 1 << 30;
 
 /// The thread that pins; ends when this is dropped.

@@ -1,8 +1,8 @@
-//! The frames that hold a chunk, and which of them goes next: the least recently used, and of what
-//! one prompt used together the deepest, since a chunk without its prefix is of no use.
+//! The frames that hold a chunk, and which of them goes next: the least recently used, and of those
+//! that one prompt used together the deepest, since a chunk without its prefix is of no use.
 //!
-//! The drives below have the policy that learns. Above them recency does: what a conversation has
-//! used last is what it uses next.
+//! Only the drives have a policy that learns. In memory recency is enough: a conversation uses next
+//! what it has used last.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -12,7 +12,7 @@ use super::FrameId;
 use crate::device::Frame;
 use crate::key::ChunkKey;
 
-/// Changes that wait to be taken: 2 MiB.
+/// Changes that wait to be taken, at most; they take 2 MiB. The oldest are lost.
 const MOST_CHANGES: usize = 1 << 16;
 
 /// How long a chunk stays: the least goes first.
@@ -20,7 +20,7 @@ const MOST_CHANGES: usize = 1 << 16;
 pub struct Rank {
     /// [Number](super::MemoryTier::turn) of the load or store that used it last.
     pub turn: u64,
-    /// Its place among the chunks of that one.
+    /// Its place among the chunks of that load or store; the deepest ranks lowest.
     pub depth: Reverse<u32>,
 }
 
@@ -44,11 +44,11 @@ pub(super) struct Ranked {
     /// Chunks of prefetches that a load has used, and that left unused.
     pub(super) used: u64,
     pub(super) wasted: u64,
-    /// Chunks that have come (`true`) and gone since they were last taken; `None` where nobody has
-    /// asked.
+    /// Chunks that have come (`true`) and gone (`false`) since they were last taken; `None` until
+    /// somebody asks.
     changes: Option<VecDeque<(ChunkKey, bool)>>,
-    /// The last of them for other processes, and the number of the next one; `None` where none has
-    /// asked.
+    /// The latest changes for other processes, and the number of the next one; `None` until one of
+    /// them asks.
     numbered: Option<(VecDeque<(ChunkKey, bool)>, u64)>,
 }
 
@@ -61,7 +61,7 @@ impl Ranked {
         Some(found)
     }
 
-    /// The frame of `id`, which is about to be used. One of an older put is dropped.
+    /// The frame of `id`, which is about to be used. A frame of an older put is dropped.
     pub(super) fn find(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
         let held = self.frames.get_mut(&id.key)?;
         if held.sequence != id.sequence {
@@ -71,14 +71,15 @@ impl Ranked {
             return None;
         }
         self.order.remove(&(held.rank, id.key.0));
-        // Loads that began later may have looked before.
+        // The greater one: a load that began later may have found it before this one did.
         held.rank = held.rank.max(rank);
         self.order.insert((held.rank, id.key.0));
         Some((held.frame.clone(), Arc::clone(&held.crcs)))
     }
 
-    /// A chunk has come; what it takes the place of, or itself where a newer put of it is there,
-    /// or, of a prefetch, the same one.
+    /// Adds a chunk, and gives the one that it replaces. Where a newer put of it is there, or after
+    /// a prefetch the same put, `held` is not added and comes back. The caller drops what it gets
+    /// outside of its lock.
     pub(super) fn insert(&mut self, key: ChunkKey, held: Held) -> Option<Held> {
         let least = held.sequence + u64::from(!held.is_unused);
         if self.frames.get(&key).is_some_and(|there| there.sequence >= least) {
@@ -121,7 +122,7 @@ impl Ranked {
         Some(held)
     }
 
-    /// Takes up to `most` changes; the first ones are of what is there.
+    /// Takes up to `most` changes. At the first call all chunks that are there have come.
     pub(super) fn take_changes(&mut self, most: usize) -> Vec<(ChunkKey, bool)> {
         let there = &self.frames;
         let changes = self.changes.get_or_insert_with(|| there.keys().map(|key| (*key, true)).collect());

@@ -1,7 +1,8 @@
-//! Which frames this process uses: its own or another's, and its thread that finds out.
+//! Whether this process is the owner of the frames or uses those of the owner, and the thread that
+//! decides it.
 //!
-//! The thread lends frames where this process has them. Elsewhere it waits for the end of the
-//! process that has them, and then tries to be the next one.
+//! In the owner the thread lends frames. In other processes it waits for the owner's end, and then
+//! tries to be the next owner.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -26,9 +27,10 @@ use crate::key::ChunkKey;
 
 /// How often a process without frames tries again.
 const AGAIN: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
-/// How often a process asks what another's frames have in them, where somebody wants to know.
+/// How often a process asks the owner which chunks have come and gone, if somebody wants to know.
 const HEARD_EVERY: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// How long the process that has the lock may take until it listens, and how often that is tried.
+/// How often it is tried to connect to the process that has the lock, which may not listen yet, and
+/// the pause after each try.
 const STARTING: (u32, Duration) = (20, Duration::from_millis(10));
 
 /// Where frames are.
@@ -48,11 +50,11 @@ pub(super) struct Share {
     evicted: Arc<AtomicU64>,
     bell: Arc<EventFd>,
     is_over: AtomicBool,
-    /// Of the accelerator that copies from and to the frames.
+    /// Of the accelerator that copies from and to the frames, if there is one.
     mover: Option<MoverOf>,
 }
 
-/// An accelerator's copies; there is nothing to see of them.
+/// A [`Mover`] with a `Debug` of its own.
 struct MoverOf(Arc<dyn Mover>);
 
 impl fmt::Debug for MoverOf {
@@ -69,7 +71,7 @@ pub(super) struct Sharing {
     pid: u32,
 }
 
-/// As [`Place`], with what only the thread has.
+/// As [`Place`], with the [`Owner`], which only the thread has.
 enum Joined {
     Nothing,
     Owner(Owner),
@@ -100,7 +102,8 @@ impl Share {
         &self.evicted
     }
 
-    /// Up to `most` chunks that have come into another process's frames (`true`) or left them.
+    /// Takes up to `most` chunks that have come into the owner's frames (`true`) or left them
+    /// (`false`), as far as this process knows.
     pub(super) fn take_heard(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let mut heard = self.heard.lock();
         if heard.want() {
@@ -109,7 +112,7 @@ impl Share {
         heard.take(most)
     }
 
-    /// The thread is to end.
+    /// Tells the thread to end.
     pub(super) fn end(&self) {
         self.is_over.store(true, Ordering::Release);
         self.bell.set();
@@ -138,12 +141,12 @@ impl Share {
                 Err(e) => return Err(e),
             }
         }
-        Err(Error::new(ErrorKind::Busy, "a process has the lock of the memory tier and does not listen"))
+        Err(Error::new(ErrorKind::Busy, "another process has the lock of the memory tier and does not listen"))
     }
 
     fn take_role(&self, dir: &Path, said: &mut Option<ErrorKind>) -> Joined {
         let role = self.join(dir).unwrap_or_else(|error| {
-            // Once for each kind, and not every second.
+            // Logged when the kind of error changes, and not at every try.
             if said.replace(error.kind()) != Some(error.kind()) {
                 tracing::warn!(%error, dir = %dir.display(), "the memory tier is off in this process: loads read from the drives");
             }
@@ -210,7 +213,7 @@ impl Share {
     fn wait(&self, other: Option<PollFd<'_>>, timeout: Option<&rustix::event::Timespec>) {
         let mut polled: Vec<_> = [PollFd::new(&*self.bell, PollFlags::IN)].into_iter().chain(other).collect();
         if let Err(error) = steps::poll(&mut polled, timeout) {
-            tracing::debug!(%error, "the memory tier's thread was woken");
+            tracing::debug!(%error, "the memory tier's thread could not wait");
         }
         self.bell.clear();
     }
@@ -223,7 +226,7 @@ fn is_gone(link: &FrameLink) -> bool {
 }
 
 impl Sharing {
-    /// Finds frames in a directory, and starts the thread.
+    /// Becomes owner or connects to the owner of a directory, and starts the thread.
     pub(super) fn start(share: &Arc<Share>, dir: &Path) -> Result<Self> {
         let mut said = None;
         let role = share.take_role(dir, &mut said);

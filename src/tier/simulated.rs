@@ -1,9 +1,9 @@
-//! Processes that share frames, in one thread: a seed decides what happens next. The process that
-//! has the frames runs the real code from a message on; the others are what they may do at most:
-//! they ask, fill, read, give up and die, each message on its way for as long as the seed wants.
+//! Processes that share frames, in one thread: a seed decides what happens next. The owner runs the
+//! real code, from a message on. The others are simulated, and do whatever a process may do: they
+//! ask, fill, read, give up and die, and each message takes as long as the seed wants.
 //!
-//! What is checked after each step: whoever may read a frame finds the bytes of the chunk that was
-//! asked for, all of them; nobody else is given a frame that somebody fills.
+//! Checked after each step: a process that may read a frame finds all bytes of the chunk that it
+//! asked for; a frame that is being filled is given to no other process.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -24,10 +24,10 @@ const FRAMES: usize = 4;
 const PROCESSES: usize = 3;
 const KEYS: u64 = 3;
 const STEPS: usize = 1500;
-/// A frame is filled in so many pieces.
+/// Pieces in which a frame is filled.
 const PIECES: usize = 2;
 
-/// What a test run has seen: that it has seen anything.
+/// What a test run has come across, to show that it has tested something.
 #[derive(Debug, Default)]
 struct SimulatedRun {
     reads: u64,
@@ -37,7 +37,7 @@ struct SimulatedRun {
     reads_beyond_an_owner: u64,
 }
 
-/// Of every chunk, other bytes in every place.
+/// Bytes that differ between chunks and between places.
 fn bytes_of(id: &FrameId) -> Vec<u8> {
     let mut x = (u64::from(id.key.0[0]) << 32 | id.sequence).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
@@ -49,14 +49,14 @@ fn bytes_of(id: &FrameId) -> Vec<u8> {
     (0..FRAME / 8).flat_map(next).collect()
 }
 
-/// A use of a frame by a process that has it of another one.
+/// A use of a frame by a process that is not the owner.
 struct Use {
     lease: u32,
     id: FrameId,
     memory: Buf,
     /// Pieces that are filled; `None` where the frame is read.
     filled: Option<usize>,
-    /// Which owner it is of.
+    /// The owner of the frame.
     owner: u64,
 }
 
@@ -80,15 +80,15 @@ struct Connection {
     region: Arc<SharedRegion>,
     asks: VecDeque<Ask>,
     answers: VecDeque<Answer>,
-    /// The process has died: behind its messages comes the end. What it was filling may still be
-    /// written until the owner sees that.
+    /// The process has died: after its messages the connection ends. The drive may write what the
+    /// process was filling until the owner sees that.
     late: Option<Vec<Use>>,
 }
 
 #[derive(Default)]
 struct Process {
     connection: Option<Connection>,
-    /// What it waits for an answer to, and whether it will fill it.
+    /// The chunk for which it waits for an answer, and whether it will fill the frame.
     waits: Option<(FrameId, bool)>,
     uses: Vec<Use>,
     turn: u64,
@@ -107,7 +107,7 @@ struct World<'a> {
     owner: Option<Owner>,
     number: u64,
     own: OwnUses,
-    /// Owners that ended in peace: their process goes on with the frames for itself.
+    /// Owners that were closed and not killed: their process still uses the frames that it holds.
     retired: Vec<(Arc<Frames>, OwnUses)>,
     processes: Vec<Process>,
     /// Connections of processes that are gone.
@@ -210,7 +210,7 @@ impl World<'_> {
             let Connection { peer, region, late, .. } = self.dying.swap_remove(at);
             let offsets: Vec<_> = late.iter().flatten().filter(|u| u.filled.is_some()).map(|u| u.memory.as_slice().as_ptr()).collect();
             owner.part(peer);
-            // The drive may go on writing to where it was told to: in other memory.
+            // The drive may go on writing: the frame must have other memory by now.
             let frames = (0..FRAMES).map(|n| region.slot(n * FRAME..(n + 1) * FRAME, Box::new(())).unwrap());
             for frame in frames.filter(|f| offsets.contains(&f.as_slice().as_ptr())) {
                 assert!(frame.as_slice().iter().all(|b| *b == 0), "memory that a dead process was filling is used again");
@@ -246,7 +246,7 @@ impl World<'_> {
         }
         let used = process.uses.swap_remove(at);
         self.seen.reads_beyond_an_owner += u64::from(used.filled.is_none() && used.owner != self.number);
-        // Of an owner that is gone nobody is told.
+        // An owner that is gone is sent nothing.
         let Some(connection) = process.connection.as_mut().filter(|_| used.owner == self.number) else { return };
         if is_full && !gives_up {
             self.seen.fills += 1;

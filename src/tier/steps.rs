@@ -1,6 +1,6 @@
-//! Where this room waits, and where others may come between two steps of it. The tests have a
-//! scheduler there, which lets one thread of several simulated processes go on at a time
-//! (`tests/turns.rs`); in a program these are the waits themselves, and nothing.
+//! Where this room waits, and where other threads may come between two of its steps. In tests these
+//! calls go to a scheduler (`tests/turns.rs`), which runs one thread of several simulated processes
+//! at a time; in a program they only wait, or do nothing.
 
 use std::io;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::link::FrameLink;
 #[cfg(test)]
 use super::tests::turns;
 
-/// Others may come here.
+/// Other threads may run here.
 pub(super) fn step() {
     #[cfg(test)]
     turns::step();
@@ -27,7 +27,7 @@ pub(super) fn before_send() -> io::Result<()> {
     Ok(())
 }
 
-/// Before an answer is received, which the socket waits for.
+/// Before an answer is received.
 pub(super) fn before_answer(link: &impl std::os::fd::AsFd) -> io::Result<()> {
     #[cfg(test)]
     turns::before_answer(link)?;
@@ -58,7 +58,7 @@ pub(super) fn sleep(time: Duration) {
     thread::sleep(time);
 }
 
-/// A lock under which this room waits.
+/// Takes a lock that is held while its holder waits.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     #[cfg(test)]
     turns::until(|| !mutex.is_locked());

@@ -27,7 +27,7 @@ fn rank(turn: u64, depth: u32) -> Rank {
     Rank { turn, depth: Reverse(depth) }
 }
 
-/// Brings a chunk whose bytes are its key's first.
+/// Fills a frame with a chunk, each byte of which is the first of its key.
 fn fill(tier: &Arc<MemoryTier>, id: FrameId, rank: Rank) -> bool {
     let Some(filling) = tier.reserve(id, FRAME as u64, rank) else { return false };
     filling.part(0..FRAME).unwrap().as_mut_slice().fill(id.key.0[0]);
@@ -279,7 +279,7 @@ fn a_frame_that_another_process_uses_is_not_given_away_until_it_is_gone() {
     filling.part(0..FRAME).unwrap().as_mut_slice().fill(9);
     assert!(owner.reserve(id(3), FRAME as u64, rank(3, 0)).is_none(), "one is read, one is filled");
     assert!(frame.view(0..FRAME).unwrap().as_slice().iter().all(|b| *b == 1));
-    // As when it is killed.
+    // Ends the connection, as the kernel does when the process is killed.
     rustix::net::shutdown(link.socket(), rustix::net::Shutdown::Both).unwrap();
     wait_free(&owner, 1);
     let taken = owner.reserve(id(3), FRAME as u64, rank(3, 0)).unwrap();

@@ -4,8 +4,9 @@
 //! *Second touch* stores a chunk when it is offered again: names of chunks that were refused are
 //! remembered. *Adaptive* stores chunks of kinds that come back, and others when they do: for every
 //! kind it learns how many chunks return within the drive's reach, and refuses the kinds that
-//! return least, as many as cost no more than a given share of the hits by its own estimate, of the
-//! last kind a part. The kind is how many new ends the chain had before, how long its new end is as
+//! return least, as many as cost no more than a given share of the hits by its own estimate; the
+//! last of these kinds is refused in part. A *new end* is the chunks of a prompt that were not
+//! offered before. The kind is how many new ends the chain had before, how long its new end is as
 //! far as that is known, how much was generated where that is known, and whether it fills a chunk.
 //!
 //! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no
@@ -24,19 +25,19 @@ const NAMES: u64 = 4;
 const NAME_BOUNDS: (u64, u64) = (4096, 1 << 19);
 /// Bytes that a name takes, about: the entry and its share of a hash table that is half full.
 pub const NAME_BYTES: u64 = 80;
-/// New ends of a chain that are distinguished; more count as so many.
+/// Numbers of new ends of a chain that are told apart; more count as the last.
 const ENDS: usize = 3;
-/// Lengths of a new end that are distinguished, one for each doubling; longer ones count as the
-/// last.
+/// Lengths of a new end that are told apart, one for each doubling; longer ones count as the last.
 const LENGTHS: usize = 10;
-/// From so many generated tokens on answers are distinguished.
+/// Lengths of answers, in tokens, at which the kind changes.
 const ANSWERS: [u32; 3] = [10, 60, 300];
-/// Rows of kinds for each number of new ends: the answer is not known, or one of those.
+/// Rows of kinds for each number of new ends: one where the answer is not known, and one for each
+/// range of lengths.
 const ROWS: usize = ANSWERS.len() + 2;
 const PARTIAL: usize = 0;
 const KINDS: usize = 1 + ENDS * ROWS * LENGTHS;
-/// Chunks of a kind that what is known of chunks like it, whatever their answer, counts for; and of
-/// these, what is known of all kinds.
+/// Weight of a guess, in chunks: for a kind the guess is from the kinds that differ in the answer
+/// alone, and for these from all kinds.
 const PRIOR_CHUNKS: f64 = 50.0;
 /// Kinds of which a larger share returns are stored, whatever may be lost: refusing them loses hits
 /// and saves little.
@@ -70,8 +71,8 @@ pub struct Offered {
     pub parent: u64,
     /// Whether it is the end of a prompt that does not fill a chunk.
     pub partial: bool,
-    /// Chunks that are offered behind it in the same call: what is known of how long the new end
-    /// is.
+    /// Chunks that are offered after it in the same call: what is known of the length of the new
+    /// end.
     pub behind: u32,
     /// Tokens that were generated for the prompt; `None` while that is not known.
     pub generated: Option<u32>,
@@ -79,7 +80,7 @@ pub struct Offered {
 
 #[derive(Clone, Copy, Debug)]
 struct ChunkName {
-    /// The group it came with.
+    /// Number of the group it came with.
     group: u64,
     /// New ends of its chain up to its own.
     ends: u8,
@@ -96,7 +97,7 @@ struct ChunkName {
 struct AdmissionGroup {
     kind: usize,
     born: u64,
-    /// How far its waiting has been counted.
+    /// The time up to which its waiting has been counted.
     told: u64,
     /// Chunks that have not come back.
     waiting: u64,
@@ -106,13 +107,14 @@ struct AdmissionGroup {
 /// What is known of chunks of a kind.
 #[derive(Clone, Debug, Default)]
 struct Seen {
-    /// Chunks that came back for the first time, by age, and the chunk-time that passed without.
+    /// Chunks that came back for the first time, by age.
     returns: Spans,
+    /// Time that passed without such a return, by age, summed over chunks.
     waited: Spans,
     offered: f64,
     /// The part of its groups that is refused.
     refused: f64,
-    /// How much of a group has been left over to be refused.
+    /// Sum of `refused` over the groups so far, less one for each that was refused.
     turn: f64,
 }
 
@@ -134,14 +136,16 @@ pub struct AdmissionState {
     room: u64,
     /// New chunks so far.
     clock: u64,
+    /// The clock when it learned last.
     learned: u64,
     /// The younger generation first.
     names: [HashMap<u64, ChunkName>; 2],
     groups: VecDeque<AdmissionGroup>,
     first_group: u64,
     kinds: Vec<Seen>,
-    /// Chunks that came back, any time.
+    /// Chunks that came back, for the first time or again.
     hits: f64,
+    /// The new chunk that was offered last.
     last: u64,
 }
 
@@ -288,12 +292,12 @@ impl AdmissionState {
     }
 
     /// Refuses the kinds that return least, while what they are expected to return fits `most`, and
-    /// of the next a part: a length only together with the longer ones, because a new end that
-    /// is offered in pieces grows while it is offered, and what is behind could not be found.
+    /// of the next a part. A length is refused only together with the longer ones: a new end that
+    /// is offered in pieces gets longer, and what follows a refused piece could not be found.
     fn refuse(&mut self, mut most: f64) {
         let expected = self.expected();
         self.kinds.iter_mut().for_each(|seen| seen.refused = 0.0);
-        // Of each row the lengths that are not refused yet: a partial end is a row of its own.
+        // Of each row the lengths that are not refused yet; partial ends are a row of their own.
         let row = |at: usize| 1 + at * LENGTHS..1 + (at + 1) * LENGTHS;
         let mut rows: Vec<Range<usize>> =
             std::iter::once(PARTIAL..PARTIAL + 1).chain((0..ENDS * ROWS).map(row)).collect();
@@ -310,7 +314,8 @@ impl AdmissionState {
         }
     }
 
-    /// For each kind the chunks that are expected to return, and those that were offered.
+    /// For each kind how many of the chunks offered are expected to return, and how many were
+    /// offered.
     fn expected(&self) -> Vec<(f64, f64)> {
         let rates = self.rates_of_all();
         let mut alike = vec![Seen::default(); KINDS];
@@ -326,7 +331,7 @@ impl AdmissionState {
         self.kinds.iter().enumerate().map(expect).collect()
     }
 
-    /// First returns for each chunk and time, of all kinds together, by age.
+    /// First returns per chunk and unit of time, of all kinds together, by age.
     fn rates_of_all(&self) -> [f64; SPANS] {
         let guess = FIRST_GUESS / self.room as f64;
         let mut rates = [0.0; SPANS];
@@ -354,7 +359,7 @@ impl Seen {
         sums.zip(other.returns.0.iter().chain(&other.waited.0)).for_each(|(sum, more)| *sum += more);
     }
 
-    /// So many chunks grew older without a return.
+    /// `chunks` chunks did not return while they grew from one age to the other.
     fn waited(&mut self, from_age: u64, to_age: u64, chunks: u64) {
         if from_age >= to_age {
             return;
@@ -383,8 +388,8 @@ impl Seen {
     }
 }
 
-/// Of a row's kinds those from where on the share that returns is least: the share, the first of
-/// them, and their returns.
+/// The kinds at the end of a row of which together the least share returns: that share, the first
+/// of these kinds, and how many of their chunks return.
 fn least_returning(expected: &[(f64, f64)], kinds: &Range<usize>) -> Option<(f64, usize, f64)> {
     let (mut returns, mut offered) = (0.0, 0.0);
     let mut best: Option<(f64, usize, f64)> = None;

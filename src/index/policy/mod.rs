@@ -1,10 +1,13 @@
-//! What to reclaim: which segment next, and which of its chunks to write again rather than drop.
+//! What to store, and what to give up for it.
 //!
-//! [`Reclaim`] ranks sealed segments, says whether a chunk deserves to be kept, and fits the wishes
-//! into the write budget. A chunk without its prefix is useless, so whatever the order, within one
-//! tick's worth of heat chain tails go before heads. [`Prefix`] ranks single chunks. Policies know
-//! no clock and no disk: ticks are passed in, and the same sequence of calls gives the same answers
-//! on every rank.
+//! [`Reclaim`] ranks sealed segments, and says which chunks of a reclaimed one are written again
+//! within a budget: a chunk without its prefix is useless, so those at the beginning of chains come
+//! first. [`Prefix`] ranks single chunks. [`AdmissionState`] decides which chunks are stored at
+//! all. Policies know no clock and no drive: ticks are passed in, and the same sequence of calls
+//! gives the same answers on every rank.
+//!
+//! Files: `admission.rs` (what is stored), `prefix.rs` and `prefix/` (which chunk goes first),
+//! `reuse.rs` (how likely a chunk is used again, learned from what happens).
 
 mod admission;
 mod prefix;

@@ -4,8 +4,8 @@
 //! Chunks that one prompt brought or used together form a *group*, of one kind: the new end of a
 //! prompt, by its length; what was used again, by how often; partial ends. [`Reuse`] learns how
 //! soon chunks of a kind come back; the group whose places are worth the least loses its deepest
-//! chunk. Names of chunks that went are kept for a while (ghosts): without them nothing could be
-//! learned about what comes back later than the cache remembers.
+//! chunk. Names of evicted chunks are kept for a while (*ghosts*): without them nothing could be
+//! learned about chunks that come back after they were evicted.
 //!
 //! Invariants: the state is a function of the calls, in their order: no clock, no randomness, no
 //! order of a hash table, so that ranks with the same inputs evict the same. What is held is
@@ -13,8 +13,12 @@
 //! held.
 //!
 //! A drive may need room sooner than the policy gives chunks up, at moments that depend on I/O.
-//! What it drops then is *spilled*: the policy goes on as if it were held, or ranks that once
-//! differed by a chunk would differ ever more.
+//! What it drops then is *spilled*: the policy goes on as if it were held. Otherwise ranks that
+//! once differed by a chunk would differ ever more.
+//!
+//! Files in `prefix/`: `records.rs` (what is known of each chunk), `names.rs` (records by name),
+//! `groups.rs` (the groups and their order), `young.rs` (groups made since they were ordered),
+//! `saved.rs` (the state as bytes), `answers.rs` (a test that no answer has changed).
 
 mod groups;
 mod names;
@@ -31,18 +35,18 @@ use groups::{ChunkGroup, Groups, Order, Sort, Worths};
 use records::Records;
 use young::Young;
 
-/// Names remembered of chunks that went, for each chunk held.
+/// Names of evicted chunks that are remembered, for each chunk held.
 const GHOSTS: u64 = 8;
-/// Fewest and most of them.
+/// Fewest and most of these names.
 const GHOST_BOUNDS: (u64, u64) = (4096, 1 << 21);
 /// Chunks of a prompt may come this far out of order.
 const DISORDER: u32 = 16;
-/// Times of a use that are distinguished; more count as so many.
+/// Numbers of uses that are told apart; more count as this many.
 const MOST_USES: u8 = 5;
 
 const PARTIAL: usize = 0;
 const USED: usize = 1;
-/// Lengths of a prompt's new end that are distinguished: two doublings each.
+/// Lengths of a prompt's new end that are told apart: two doublings each.
 const LENGTHS: usize = 5;
 const _: () = assert!(USED + MOST_USES as usize == FRESH && FRESH + LENGTHS == KINDS);
 
@@ -68,23 +72,26 @@ pub struct Prefix {
     held_bytes: u64,
     held: u64,
     ghosts: u64,
+    /// Uses and stores so far; and what it was when it learned last.
     clock: u64,
     learned: u64,
     reuse: Reuse,
     chunks: Records,
     groups: Groups,
-    /// Groups of the request that touches now, by uses, and the depth of its last touch.
+    /// Groups of the request whose chunks are being used, by number of uses, and the depth of the
+    /// chunk that it used last.
     touching: ([Option<u32>; MOST_USES as usize + 1], u32),
-    /// The group of new chunks that came last.
+    /// The group of new chunks that was made last.
     coming: Option<u32>,
     /// Groups by worth; those made since they were ordered.
     order: Order,
     young: Young,
     /// What groups can be worth; `None` since more was learned.
     worths: Option<Worths>,
+    /// The clock when groups were ordered last.
     ordered: u64,
-    /// Given up and not yet taken, the first to go first: tags, and the bytes of those that have
-    /// not returned.
+    /// Tags of chunks that were given up and not yet taken, the first to go first. Some have
+    /// returned; the others are in `doomed_now`, with their bytes.
     doomed: VecDeque<u64>,
     doomed_now: HashMap<u64, u64>,
     doomed_bytes: u64,
@@ -125,13 +132,13 @@ impl Prefix {
         self.chunks.find(tag).is_some_and(|number| self.chunks.get(number).is_held())
     }
 
-    /// Makes room for what is known of so many chunks at once.
+    /// Makes room in memory for so many chunks at once.
     pub fn reserve(&mut self, chunks: usize) {
         self.chunks.reserve(chunks);
     }
 
-    /// Prefetches the memory that noting these chunks will need. Where there are many, in parts of
-    /// 64 or so, that halves the time.
+    /// Prefetches the memory that finding these chunks will need. Before calls for many chunks, 64
+    /// or so at a time, it halves their time.
     pub fn look(&self, tags: impl Iterator<Item = u64>) {
         self.chunks.look(tags);
     }
@@ -148,8 +155,8 @@ impl Prefix {
         self.make_room();
     }
 
-    /// A chunk was found by a lookup. Unknown ones are ignored; one that was given up and is still
-    /// there is held again.
+    /// A chunk was found by a lookup. Unknown ones are ignored; one that was given up and not yet
+    /// taken is held again.
     pub fn touched(&mut self, tag: u64) {
         if self.holds(tag) || self.doomed_now.contains_key(&tag) {
             self.used(tag);
@@ -172,7 +179,7 @@ impl Prefix {
         self.make_room();
     }
 
-    /// A chunk is known to have been used in an earlier life.
+    /// A chunk is known to have been used before this state was made. Ignored where it is not held.
     pub fn used_before(&mut self, tag: u64) {
         let Some(number) = self.chunks.find(tag) else { return };
         let known = self.chunks.get(number);
@@ -184,8 +191,8 @@ impl Prefix {
         }
     }
 
-    /// A chunk is stored, or a prompt brought one that is there already. Whether it is held now:
-    /// otherwise it is the first to go.
+    /// A chunk is stored, or a prompt brought one that is there already. False if it was given up
+    /// at once, to make room.
     pub fn stored(&mut self, chunk: &ChainChunk) -> bool {
         self.clock += 1;
         let found = self.chunks.find(chunk.tag);
@@ -207,7 +214,7 @@ impl Prefix {
         self.chunks.get(number).is_held()
     }
 
-    /// A chunk is gone for another reason; ghosts stay.
+    /// A chunk is gone, but was not given up; ghosts stay.
     pub fn forget(&mut self, tag: u64) {
         if let Some(number) = self.chunks.find(tag).filter(|number| self.chunks.get(*number).is_held()) {
             self.leave_group(number);
@@ -231,9 +238,9 @@ impl Prefix {
         taken
     }
 
-    /// Of what is held, the chunks that are wanted least, up to so many bytes or a little more,
-    /// where what was given up is not enough: to be dropped from the drive, and held all the same
-    /// until the policy gives them up.
+    /// Spills the least wanted of the held chunks, up to so many bytes or a little more: they are
+    /// to be dropped from the drive, and count as held until the policy gives them up. For when the
+    /// chunks given up are not enough.
     pub fn spill(&mut self, bytes: u64) -> Vec<u64> {
         let mut order = Order::default();
         order.fill(&self.groups, self.worths.get_or_insert_with(|| Worths::new(&self.reuse)), self.clock);
@@ -285,7 +292,7 @@ impl Prefix {
 
     /// A chunk is no longer doomed; its bytes if it was.
     fn spare(&mut self, tag: u64) -> Option<u64> {
-        // Mostly there is nothing: no need to mix the name.
+        // Mostly it is empty: no need to hash the tag.
         if self.doomed_now.is_empty() {
             return None;
         }
@@ -304,8 +311,8 @@ impl Prefix {
         self.chunks.bytes(number, group.map_or(0, |g| g.bytes))
     }
 
-    /// Takes a chunk out of the group of its last use, and learns from that; its number of uses
-    /// now.
+    /// Takes a chunk that is used out of the group of its last use, and counts the use in `reuse`.
+    /// Returns its number of uses with this one.
     fn leave(&mut self, number: u32) -> u8 {
         let known = self.chunks.get(number);
         let mut uses = 0;
@@ -353,14 +360,15 @@ impl Prefix {
 
     fn make_group(&mut self, sort: Sort) -> u32 {
         let number = self.groups.add(ChunkGroup::new(sort, self.clock, 0));
-        // Where nothing is ordered, it will be before the least is asked for.
+        // Without an order there is no need: `least` orders all groups first.
         if let Some(group) = self.groups.get(number).filter(|_| !self.order.is_empty()) {
             self.young.add(number, group);
         }
         number
     }
 
-    /// The group of what the request at work uses for the n-th time.
+    /// The group of the chunks that the current request uses for the `uses`th time. A request
+    /// begins where the depth falls back.
     fn used_group(&mut self, depth: u32, uses: u8) -> u32 {
         let (groups, last) = &mut self.touching;
         if depth.saturating_add(DISORDER) <= *last || depth == 0 {
@@ -387,7 +395,7 @@ impl Prefix {
         if let Some(number) = parent.filter(|n| self.groups.get(*n).is_some_and(|g| g.sort() == Sort::New)) {
             return number;
         }
-        // Neighbours may change places: then the chunk before it comes after it.
+        // Chunks may come slightly out of order, a parent after its child.
         let near = |g: &ChunkGroup| {
             self.chunks.depths(g.held).is_some_and(|(first, last)| {
                 let within = first.saturating_sub(DISORDER)..=last.saturating_add(DISORDER);
@@ -478,8 +486,8 @@ impl Prefix {
         self.forget_groups(most);
     }
 
-    /// Forgets the oldest groups of which nothing is held: all that are empty, and as many as there
-    /// are too many ghosts.
+    /// Of the groups of which nothing is held, forgets those that are empty or older than `most`
+    /// uses, and the oldest ones until no more than `most` ghosts are left.
     fn forget_groups(&mut self, most: u64) {
         let mut over = self.ghosts.saturating_sub(most);
         let horizon = self.clock.saturating_sub(most);

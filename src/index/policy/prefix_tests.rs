@@ -216,7 +216,7 @@ fn forgetting_takes_a_chunk_out() {
     check(&policy);
 }
 
-/// Saves in parts of about `chunks` chunks, and tells the policy of something else between any two.
+/// Saves in parts of about `chunks` chunks, and calls something else on the policy between any two.
 fn saved(policy: &mut Prefix, chunks: usize, mut between: impl FnMut(&mut Prefix)) -> SavedPrefix {
     let mut saving = policy.save(u64::MAX).unwrap();
     while !policy.save_more(&mut saving, chunks) {

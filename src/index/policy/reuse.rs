@@ -5,21 +5,21 @@
 //! ratio, over all times that one could go on waiting, of the uses to be expected by then to the
 //! time that the place is taken. (For rates that are known this is Gittins' index, the optimal
 //! order.) Before anything is known the worth falls with age, which is least recently used. Time is
-//! a count of uses, never a clock.
+//! a count of uses and stores, never a clock.
 
 /// Spans of age: two for each doubling.
 pub(super) const SPANS: usize = 56;
-/// Chunks of a kind that the guess from kinds like it counts for.
+/// How many chunks of a kind the guess from kinds like it counts for.
 const PRIOR_CHUNKS: f64 = 200.0;
 
-/// Kinds of chunks whose uses are learned apart. Those from [`FRESH`] on are like each other, the
-/// chunks of each coming in runs four times as long as those of the one before: a run is used or
-/// not as a whole, so that many chunks say little.
+/// Kinds of chunks whose uses are learned apart. Those from [`FRESH`] on are like each other. The
+/// chunks of each come in runs four times as long as those of the one before; a run is used or not
+/// as a whole, so that it takes more chunks to learn from.
 pub(super) const KINDS: usize = 11;
 /// The first of the kinds of new chunks.
 pub(super) const FRESH: usize = 6;
 
-/// Sums with their places: those that are not nothing.
+/// The sums that are not 0, each with its place among those of all kinds and spans.
 pub(super) type Seen = Vec<(u16, f64)>;
 
 /// What is known of all kinds.
@@ -60,7 +60,8 @@ impl Reuse {
         (some(&self.uses), some(&self.waited))
     }
 
-    /// What that says of a cache of `chunks` chunks; `None` where a place is none.
+    /// Made of what [`seen`](Self::seen) gave, for a cache of `chunks` chunks; `None` where a place
+    /// does not exist.
     pub(super) fn of_seen(uses: &[(u16, f64)], waited: &[(u16, f64)], chunks: u64) -> Option<Self> {
         let rows = |some: &[(u16, f64)]| {
             let mut rows = vec![[0.0; SPANS]; KINDS];
@@ -91,7 +92,7 @@ impl Reuse {
         }
     }
 
-    /// So many chunks grew older without a use.
+    /// `chunks` chunks of a kind were not used while they grew from one age to the other.
     pub(super) fn waited(&mut self, kind: usize, from_age: u64, to_age: u64, chunks: u64) {
         let Some(waited) = self.waited.get_mut(kind).filter(|_| from_age < to_age) else { return };
         for (at, sum) in waited.iter_mut().enumerate().take(span(to_age) + 1).skip(span(from_age)) {
@@ -101,8 +102,8 @@ impl Reuse {
         }
     }
 
-    /// Draws the conclusions, for a cache that holds about `chunks` chunks; what was learned before
-    /// counts `fading` from now on.
+    /// Computes all worths from the sums, for a cache that holds about `chunks` chunks, and then
+    /// multiplies the sums by `fading`.
     pub(super) fn learn(&mut self, chunks: u64, fading: f64) {
         let (all, fresh) = (self.sum(0), self.sum(FRESH));
         let of = self.uses.iter_mut().zip(&mut self.waited).zip(&mut self.worth);

@@ -1,4 +1,4 @@
-//! Marks: what is in the table and not served.
+//! Marks: entries that are in the table and not served.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};

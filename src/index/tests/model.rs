@@ -158,8 +158,7 @@ fn a_table_filled_to_its_promise_holds_everything_and_empties_without_trace() {
     for n in 0..entries {
         t.remove_if(&key(n), u64::MAX).unwrap().unwrap();
     }
-    // A table with passing marks left over would make misses wander: every bucket must say that
-    // nothing passed it.
+    // A count of passed entries that is left over would make misses look further: all must be 0.
     assert!((0..t.buckets).all(|b| t.bucket_mut(b).unwrap().passed() == 0));
 }
 

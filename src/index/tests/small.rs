@@ -170,7 +170,7 @@ fn floors_of_everything_and_of_tenants_are_seen_by_all_and_never_sink() {
     assert_eq!((above(None, [5, 6]), above(Some(7), [20, 21])), ([false, true], [false, true]));
     assert_eq!((above(Some(8), [10, 11]), above(Some(9), [5, 6])), ([false, true], [false, true]));
     assert_eq!((ro.tenants(), ro.highest_tenant_floor(), ro.floors_generation()), (2, 20, 1));
-    // A lower one is a slip of an older writer.
+    // Lower floors, as of a writer that is behind, change nothing.
     a.set_floors(1, 4, &[(7, 19), (8, 10)]);
     assert_eq!((ro.floor(), ro.tenant_floor(7)), (5, 20));
     a.set_floors(2, 5, &[(8, 10)]);

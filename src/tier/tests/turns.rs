@@ -1,10 +1,9 @@
 //! A scheduler for the threads of simulated processes: one of them runs at a time, up to its next
-//! step (`../steps.rs`), and a seed says who is next. Sockets, locks of files and shared memory are
-//! the kernel's, so messages come as they come between processes.
+//! step (`../steps.rs`), and a seed says which one is next. Sockets, locks of files and shared
+//! memory are the kernel's, so messages arrive as between real processes.
 //!
-//! A process that is killed runs no step more. Its threads are unwound, which gives back what they
-//! hold of this test's memory; what a process that dies does not do, as to say that it gives a
-//! frame back, they do not either.
+//! A process that is killed runs no further step. Its threads are unwound, which frees the test's
+//! memory that they hold. While they unwind they send nothing, as a dead process sends nothing.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -21,7 +20,7 @@ use rustix::net::Shutdown;
 
 use crate::tier::link::FrameLink;
 
-/// The process of those who are never killed.
+/// The number of the process whose threads are never killed.
 pub(super) const OUTSIDE: usize = 0;
 
 thread_local!(static ME: RefCell<Option<Me>> = const { RefCell::new(None) });
@@ -33,13 +32,13 @@ struct Me {
     process: usize,
 }
 
-/// Who has the turn, and everybody who waits for it.
+/// The thread that runs, and those that wait for their turn.
 pub(super) struct Turns {
     state: Mutex<State>,
     gone: Condvar,
     /// Called before each turn.
     watch: Mutex<Option<Box<dyn Fn() + Send>>>,
-    /// One in so many sends finds no room, and one in so many answers does not come in time.
+    /// One in this many sends finds no room, and one in this many answers does not come in time.
     trouble: u64,
 }
 
@@ -50,7 +49,7 @@ struct State {
     dead: HashSet<usize>,
     links: Vec<(usize, Weak<FrameLink>)>,
     steps: u64,
-    /// One in so many steps the turn goes to another one.
+    /// At one in this many steps another thread gets the turn.
     changes: u64,
     failed: Option<Box<dyn Any + Send>>,
 }
@@ -60,11 +59,11 @@ struct Actor {
     wake: Arc<Condvar>,
     thread: Option<ThreadId>,
     is_gone: bool,
-    /// It waits for something that had not come when it looked.
+    /// It waits for something that was not there when it looked last.
     is_idle: bool,
 }
 
-/// How the threads of a killed process end.
+/// The panic with which the threads of a killed process end.
 struct Killed;
 
 impl Turns {
@@ -87,8 +86,8 @@ impl Turns {
         *self.watch.lock() = Some(Box::new(watch));
     }
 
-    /// Runs everybody until all are gone; the actor that was made first is the first to go. What
-    /// one of them has panicked with comes back.
+    /// Runs all threads until they have ended; the one that was made first gets the first turn.
+    /// Gives the panic of a thread, if there was one.
     pub(super) fn run(&self) -> Option<Box<dyn Any + Send>> {
         let mut state = self.state.lock();
         state.actors[0].wake.notify_one();
@@ -121,7 +120,7 @@ impl Turns {
         self.state.lock().actors.iter().all(|actor| actor.process != process || actor.is_gone)
     }
 
-    /// A thread of a process.
+    /// Starts a thread of a process.
     pub(super) fn spawn(self: &Arc<Self>, process: usize, run: impl FnOnce() + Send + 'static) {
         drop(thread::spawn(self.actor(process, run)));
     }
@@ -144,7 +143,7 @@ impl Turns {
         }
     }
 
-    /// Lets others go on. A thread of a process that is dead ends here.
+    /// Gives the turn to another thread. A thread of a killed process ends here.
     fn pass(&self, me: &Me, is_idle: bool) {
         if self.is_dead(me.process) {
             end_thread();
@@ -187,7 +186,7 @@ impl Turns {
         self.gone.notify_all();
     }
 
-    /// Kills a process, whose connections end. The caller is of another one.
+    /// Kills a process other than the caller's, which ends its connections.
     pub(super) fn kill(&self, process: usize) {
         let mut state = self.state.lock();
         state.dead.insert(process);
@@ -205,7 +204,7 @@ impl Turns {
         }
     }
 
-    /// Everybody ends, the caller at its next step.
+    /// Ends all threads, the caller at its next step.
     pub(super) fn end(&self) {
         self.state.lock().end_all();
     }
@@ -229,7 +228,7 @@ impl State {
         }
         self.turn = loop {
             let next = there[self.below(there.len() as u64) as usize];
-            // Who waits is looked at less often.
+            // A thread that waits gets a turn less often.
             if !self.actors[next].is_idle || self.below(4) == 0 {
                 break next;
             }
@@ -266,7 +265,7 @@ impl Me {
     }
 }
 
-/// Lets others go on; `until` says for how long.
+/// Lets other threads run until `is_there` is true.
 pub(in crate::tier) fn until(is_there: impl Fn() -> bool) {
     let Some(me) = me() else { return };
     while !is_there() && !thread::panicking() {
@@ -338,7 +337,7 @@ pub(in crate::tier) fn sleep() -> bool {
     me.is_some()
 }
 
-/// A thread of the same process.
+/// What a new thread of the caller's process is to run.
 pub(in crate::tier) fn child(run: impl FnOnce() + Send + 'static) -> Box<dyn FnOnce() + Send> {
     match me() {
         Some(me) => Box::new(me.turns.actor(me.process, run)),
@@ -346,7 +345,7 @@ pub(in crate::tier) fn child(run: impl FnOnce() + Send + 'static) -> Box<dyn FnO
     }
 }
 
-/// Lets others go on until a thread has ended.
+/// Lets other threads run until `thread` has ended.
 pub(in crate::tier) fn ended(thread: &JoinHandle<()>) {
     let Some(me) = me() else { return };
     let id = thread.thread().id();

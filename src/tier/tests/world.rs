@@ -1,9 +1,9 @@
-//! Processes that share frames, threads of theirs that fill and read them, and a drive that goes on
-//! with what it was given when its process is dead: in thousands of orders, with deaths at any step.
+//! Processes that share frames, their threads that fill and read them, and a drive that finishes
+//! its transfers after the death of their process: in thousands of orders, with deaths at any step.
 //!
-//! Every word of a frame names the chunk, its sequence, its place and the memory that it was written
-//! to. So a reader sees a frame that was given away, is half full, is of another put, or was filled
-//! for another owner.
+//! Every word of a frame names the chunk, its sequence, its place and the memory that it was
+//! written to. So a reader notices a frame that was given to another chunk, is half full, is of
+//! another put, or was filled for another owner.
 
 use std::os::fd::AsFd;
 use std::ops::Range;
@@ -48,7 +48,7 @@ struct World {
     dir: PathBuf,
     /// The sequence that each key has on the drive.
     sequences: Mutex<Vec<u64>>,
-    /// One in so many steps of the operator a process ends.
+    /// At one in this many steps of the operator a process ends.
     deaths: u64,
     drive: Arc<Drive>,
     processes: Mutex<Vec<Process>>,
@@ -66,7 +66,7 @@ struct Process {
 #[derive(Default)]
 struct Drive {
     jobs: Mutex<Vec<Job>>,
-    /// Processes of which nobody waits for an answer.
+    /// Processes that have died: nobody waits for their transfers.
     dead: Mutex<Vec<usize>>,
 }
 
@@ -75,12 +75,12 @@ struct Job {
     buf: Buf,
     words: Words,
     is_write: bool,
-    /// The memory is another one now than what the drive writes to.
+    /// Whether the frame has new memory, so that the drive must not write to it through `buf`.
     is_replaced: bool,
     done: Arc<AtomicBool>,
 }
 
-/// What the bytes of a piece are to be.
+/// The bytes that a piece must have.
 #[derive(Clone, Copy, Debug)]
 struct Words {
     id: FrameId,
@@ -92,7 +92,7 @@ impl Words {
     fn word(&self, n: usize) -> u64 {
         let mut z = self.id.sequence << 32 | u64::from(self.id.key.0[0]) << 16 | (self.at + n * 8) as u64;
         z = (z ^ self.memory << 40).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        // Never 0, as memory that was replaced is.
+        // Never 0, which memory that was replaced reads as.
         (z ^ (z >> 31)) | 1
     }
 
@@ -124,7 +124,7 @@ fn memory(source: &FrameSource) -> u64 {
 }
 
 impl Drive {
-    /// Takes over what is to be written or read; what is written has begun.
+    /// Takes a transfer. Of a write the first word is written at once.
     fn give(&self, process: usize, mut buf: Buf, words: Words, is_write: bool) -> Arc<AtomicBool> {
         let done = Arc::new(AtomicBool::new(false));
         if is_write {
@@ -135,9 +135,9 @@ impl Drive {
         done
     }
 
-    /// What a dead process had given to the drive is written to the memory that it was then. That
-    /// is not the frame's any more where a hole was punched. Called between all steps: nobody has
-    /// written there since.
+    /// Notes which writes of dead processes go to memory that their frame no longer has, as a hole
+    /// was punched for new memory. Called between all steps, so that nothing is written there
+    /// before it is seen to be zero.
     fn watch(&self) {
         let dead = self.dead.lock();
         for job in self.jobs.lock().iter_mut().filter(|job| job.is_write && dead.contains(&job.process)) {

@@ -1,6 +1,6 @@
-//! That the policy still answers as the one did by which the published hit ratios were measured,
-//! and as ranks of another version do: digests of its answers to long sequences of calls, recorded
-//! from the code as it was at 1278abd (maps of the standard library).
+//! The policy still gives the answers with which the published hit ratios were measured, and which
+//! ranks of another version give: digests of its answers to long sequences of calls, recorded from
+//! the code as it was at commit 1278abd.
 
 use super::{ChainChunk, Prefix};
 

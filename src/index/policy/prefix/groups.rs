@@ -1,4 +1,4 @@
-//! The groups, in the order in which they were made. Many have one chunk, so what each takes
+//! The groups, in the order in which they were made. Many have one chunk, so the memory of each
 //! counts: 32 bytes, and 8 in lists.
 
 use super::super::reuse::{FRESH, KINDS, Reuse, SPANS, span};
@@ -15,27 +15,27 @@ pub(super) enum Sort {
     New,
 }
 
-/// Chunks counted into a group at most.
+/// The most that a group's length counts to.
 pub(super) const MOST_LENGTH: u32 = (1 << 29) - 1;
 const NEW: u32 = 7;
-/// Forgotten, and to be used again.
+/// The group is forgotten, and its number free.
 const GONE: u32 = 6;
 const _: () = assert!((MOST_USES as u32) < GONE);
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ChunkGroup {
-    /// When it was used.
+    /// The policy's clock when it was made.
     pub(super) born: u64,
-    /// Eight times the chunks that it ever had, and its sort.
+    /// Eight times the number of chunks that ever joined it, plus its sort.
     length_sort: u32,
-    /// Chunks that belong to it, ghosts among them.
+    /// Chunks that belong to it now, ghosts among them.
     pub(super) waiting: u32,
     /// The tree of its held chunks, and the ring of its evicted ones.
     pub(super) held: u32,
     pub(super) ghosts: u32,
-    /// Bytes of its chunks, but of those that are of another size.
+    /// Bytes of each of its chunks, except those that `Records` has another size of.
     pub(super) bytes: u32,
-    /// Which of those ever made it is, counted around.
+    /// How many groups had been made before it; wraps.
     serial: u32,
 }
 
@@ -97,7 +97,8 @@ impl ChunkGroup {
         self.held != NONE
     }
 
-    /// How far its waiting has been counted in `Reuse`, which counted all groups at `learned`.
+    /// The time up to which its waiting has been counted in `Reuse`, where all groups were counted
+    /// at `learned`.
     pub(super) fn told(&self, learned: u64) -> u64 {
         self.born.max(learned)
     }
@@ -147,20 +148,21 @@ impl Groups {
         self.made.iter().filter_map(|number| Some((*number, self.get(*number)?)))
     }
 
-    /// The serial of the next one.
+    /// The serial that the next group gets.
     pub(super) fn next_serial(&self) -> u32 {
         self.serial
     }
 
-    /// What `since` gives all from.
+    /// The serial of the oldest group: the one from which [`since`](Self::since) gives all.
     pub(super) fn oldest(&self) -> u32 {
         self.iter().next().map_or(self.serial, |(_, group)| group.serial)
     }
 
-    /// Those made since `serial` was the next one's, each with what was the next one's after it.
+    /// The groups with this serial or a later one: of each the serial after its own, its number,
+    /// and the group.
     pub(super) fn since(&self, serial: u32) -> impl Iterator<Item = (u32, u32, &ChunkGroup)> {
         let first = self.oldest();
-        // Around: by the distance from the oldest.
+        // Serials wrap, so they are compared by their distance from the oldest.
         let from = if serial.wrapping_sub(first) > self.serial.wrapping_sub(first) { first } else { serial };
         let age = |number: &u32| self.get(*number).map_or(0, |group| group.serial.wrapping_sub(first));
         let at = self.made.partition_point(|number| age(number) < from.wrapping_sub(first));
@@ -168,8 +170,8 @@ impl Groups {
         groups.filter_map(|number| self.get(*number).map(|group| (group.serial.wrapping_add(1), *number, group)))
     }
 
-    /// Keeps those of which `stays` says so, asked in the order in which they were made. The
-    /// others' numbers are used again, so nobody may have one afterwards.
+    /// Keeps the groups for which `stays` is true, in the order in which they were made. The
+    /// others' numbers are used again: the caller must drop them wherever it has them.
     pub(super) fn retain(&mut self, mut stays: impl FnMut(u32, &ChunkGroup) -> bool) {
         let all = &mut self.all;
         let free = &mut self.free;
@@ -190,13 +192,13 @@ impl Groups {
     }
 }
 
-/// Places of groups by what they are worth: a group's worth depends on its kind and the span of its
-/// age alone, so groups are counted and not compared.
+/// All worths that a group can have. A group's worth depends on its kind and the span of its age
+/// alone, so groups are sorted by counting.
 #[derive(Debug)]
 pub(super) struct Worths {
-    /// For each kind and span, which of the worths it has.
+    /// For each kind and span, the place of its worth in `worths`.
     ranks: Vec<u16>,
-    /// The greatest first.
+    /// Without doubles, the greatest first.
     worths: Vec<f64>,
 }
 
@@ -210,7 +212,7 @@ impl Worths {
         Self { ranks: all.map(rank).collect(), worths }
     }
 
-    /// Which of the worths a group has; a less one has a greater rank.
+    /// The place of a group's worth in `worths`: the greater, the less it is worth.
     pub(super) fn rank(&self, group: &ChunkGroup, clock: u64) -> u16 {
         self.ranks.get(group.kind() * SPANS + span(clock - group.born)).copied().unwrap_or(0)
     }
@@ -218,11 +220,11 @@ impl Worths {
 
 const _: () = assert!(KINDS * SPANS < u16::MAX as usize);
 
-/// Groups by worth, the least last; among equals the one made first.
+/// Groups by worth, the least last; among equals the one made first is last.
 #[derive(Debug, Default)]
 pub(super) struct Order {
     groups: Vec<u32>,
-    /// How many there are of each worth.
+    /// Each worth that groups have, and how many have it; in the order of `groups`.
     runs: Vec<(f64, u32)>,
 }
 
@@ -280,7 +282,7 @@ impl Order {
         self.groups.iter().rev().copied()
     }
 
-    /// Numbers that are not `known` are none from now on; their places stay.
+    /// Puts [`NONE`] in the places of numbers that are not `known`.
     pub(super) fn forget(&mut self, known: impl Fn(u32) -> bool) {
         self.groups.iter_mut().filter(|number| !known(**number)).for_each(|number| *number = NONE);
     }

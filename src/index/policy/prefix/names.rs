@@ -1,38 +1,38 @@
 //! Which record has which name: an open-addressing table of record numbers.
 //!
 //! The hash map of the standard library would take 10 to 20 bytes a chunk beside the record; this
-//! takes 4.7 to 5.7. An entry says beside the number how far it lies from its place, so that
-//! entries can move up when one goes and a search for what is not there ends soon although the
-//! table is nearly full (Robin Hood hashing); and in the bits that are left something of the name,
-//! so that a search looks at almost no other record than the one it is after.
+//! takes 4.7 to 5.7. Beside the number, an entry has its distance from the place where its name
+//! belongs, so that entries can move up when one is removed, and a search for an absent name ends
+//! soon although the table is nearly full (Robin Hood hashing). The bits that are left are of the
+//! name, so that a search looks at almost no record but the right one.
 
 use std::hash::BuildHasher;
 
 /// No record.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Of the entries this share is taken when the table grows, and so much smaller is it afterwards.
+/// The share of entries in use at which the table grows, and the share afterwards.
 const FULL: (usize, usize) = (17, 20);
 const ROOMY: (usize, usize) = (14, 20);
 const LEAST: usize = 64;
 /// Most entries: with more of them too few bits would be left for the distance.
 const MOST: usize = (1 << 27) - 1;
 
-/// Bits for the distance, as far as so many are left; the others are of the name.
+/// Bits for the distance. A very large table has fewer, and none for the name.
 const DISTANCE_BITS: u32 = 6;
 
 /// Finds records by their names.
 #[derive(Debug)]
 pub(super) struct Names {
     /// 0 where there is nothing; otherwise from the low bits up the record's number, bits of the
-    /// name, and the distance from its place, and one.
+    /// name, and one more than the distance from its place.
     entries: Vec<u32>,
     /// Bits of the number, and of the number and the name.
     number_bits: u32,
     low_bits: u32,
     count: usize,
-    /// Unknown to who chooses the names, or they could be chosen to lie in one place. No answer
-    /// depends on it.
+    /// Random, so that nobody can choose names that all belong in one place. No answer of the
+    /// policy depends on it.
     seed: u64,
 }
 
@@ -42,14 +42,14 @@ impl Names {
         Self { entries: Vec::new(), number_bits: 0, low_bits: 0, count: 0, seed }
     }
 
-    /// A number that says nothing about the name.
+    /// A hash of the name and the seed.
     pub(super) fn mixed(&self, tag: u64) -> u64 {
         let wide = u128::from(tag ^ self.seed) * 0x9E37_79B9_7F4A_7C15;
         let folded = (wide >> 64) as u64 ^ wide as u64;
         folded.wrapping_mul(0xD6E8_FEB8_6659_FD93)
     }
 
-    /// The place of a name, and its entry there but for the record's number.
+    /// Where a name belongs, and its entry there without the record's number.
     fn place(&self, tag: u64) -> (usize, u32) {
         let mixed = self.mixed(tag);
         let place = ((u128::from(mixed) * self.entries.len() as u128) >> 64) as usize;
@@ -61,7 +61,8 @@ impl Names {
         if at + 1 < self.entries.len() { at + 1 } else { 0 }
     }
 
-    /// Where the record of this name is said, and its number; `name` tells a record's name.
+    /// The place of the entry of this name, and the number of its record; `name` gives a record's
+    /// name.
     fn find(&self, tag: u64, name: impl Fn(u32) -> u64) -> Option<(usize, u32)> {
         let (mut at, mut wanted) = self.place(tag);
         loop {
@@ -72,7 +73,7 @@ impl Names {
                     return Some((at, record));
                 }
             }
-            // What is nearer to its place would have made way.
+            // An entry that is nearer to its place would have made way for the one looked for.
             if there >> self.low_bits < wanted >> self.low_bits {
                 return None;
             }
@@ -81,8 +82,8 @@ impl Names {
         }
     }
 
-    /// Looks where a name would stand, for nothing but that the processor's cache has it soon: for
-    /// some names at once that takes little longer than for one.
+    /// Loads the entry where a name belongs, so that the processor's cache has it soon. For several
+    /// names in a row that takes little longer than for one.
     pub(super) fn look(&self, tag: u64) -> u32 {
         self.entries.get(self.place(tag).0).copied().unwrap_or(0)
     }
@@ -91,23 +92,23 @@ impl Names {
         self.find(tag, name).map(|(_, record)| record)
     }
 
-    /// Makes room for so many names at once; `all` are the records there are.
+    /// Makes room for `count` names; `all` are the records in use, with their names.
     pub(super) fn reserve(&mut self, count: usize, all: impl Iterator<Item = (u32, u64)> + Clone) {
         if count.saturating_mul(FULL.1) > self.entries.len().saturating_mul(FULL.0) {
             self.grow(count.saturating_mul(ROOMY.1) / ROOMY.0, all);
         }
     }
 
-    /// A record has a name that none has had; `all` are the records there were before. False where
-    /// there are more than fit.
+    /// Adds the name of a record, which no other has; `all` are the records before it. False where
+    /// it does not fit even into the largest table.
     pub(super) fn insert(&mut self, tag: u64, record: u32, all: impl Iterator<Item = (u32, u64)> + Clone) -> bool {
         self.reserve(self.count + 1, all.clone());
         let fits = |names: &Self| {
             (names.count + 1) * FULL.1 <= names.entries.len() * FULL.0 && (record as usize) < names.entries.len()
         };
         while !fits(self) || !self.put(tag, record) {
-            // Too far from its place: where there is more room, they are nearer. Some had moved, so
-            // all begins anew.
+            // An entry would lie too far from its place; in a larger table it lies nearer. `put`
+            // has moved some, so the table is made anew.
             let size = self.entries.len();
             self.grow(if size < MOST { size + size / 2 } else { size }, all.clone());
             if size >= MOST {
@@ -121,7 +122,7 @@ impl Names {
         let mut size = size.max(LEAST);
         loop {
             size = size.min(MOST);
-            // All is known from the records: the old table can go first.
+            // The records have all that is needed, so the old table is freed first.
             self.entries = Vec::new();
             self.entries = vec![0; size];
             self.number_bits = usize::BITS - size.leading_zeros();
@@ -134,8 +135,8 @@ impl Names {
         }
     }
 
-    /// False where an entry would lie too far from its place; the table is not to be used then
-    /// before it has grown.
+    /// False where an entry would lie too far from its place; the table must then grow before it is
+    /// used.
     fn put(&mut self, tag: u64, record: u32) -> bool {
         if self.entries.is_empty() {
             return false;
@@ -157,14 +158,14 @@ impl Names {
         }
     }
 
-    /// A name is no longer that of a record.
+    /// Removes a name.
     pub(super) fn remove(&mut self, tag: u64, name: impl Fn(u32) -> u64) {
         let Some((mut at, _)) = self.find(tag, name) else { return };
         self.count -= 1;
         loop {
             let next = self.next(at);
             let there = self.entries.get(next).copied().unwrap_or(0);
-            // One that lies in its place stays.
+            // An entry that lies where it belongs stays, and so do those after it.
             let moved = if there >> self.low_bits > 1 { there - (1 << self.low_bits) } else { 0 };
             if let Some(entry) = self.entries.get_mut(at) {
                 *entry = moved;

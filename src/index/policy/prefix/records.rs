@@ -1,17 +1,17 @@
 //! What is known of each chunk, in 24 bytes, and the lists that chunks of a group form.
 //!
 //! A cache of a terabyte has a million chunks and more, and a server has little memory to spare for
-//! them: so a record has no allocation of its own, and its two links serve whatever it is. What is
-//! held of a group is a search tree by depth and name (a treap: its shape depends on numbers mixed
-//! from the names, so no order of arrival makes it deep); evicted chunks are a ring in the order in
-//! which they went. Sizes are the group's, as chunks of a prompt are mostly of one; what differs
-//! stands aside.
+//! them: so a record has no allocation of its own, and the same two links are used in either list.
+//! The held chunks of a group are a search tree by depth and name (a treap: its shape depends on
+//! hashes of the names, so no order of arrival makes it deep); its evicted chunks are a ring in the
+//! order in which they were given up. Chunks of a prompt mostly have one size, which the group has;
+//! other sizes are in a map.
 
 use std::collections::HashMap;
 
 use super::names::{NONE, Names};
 
-/// Deeper chunks count as so deep.
+/// Deeper chunks count as this deep.
 const MOST_DEPTH: u32 = (1 << 31) - 1;
 
 /// A chunk that is known. Records that are not in use are chained by `left`.
@@ -20,10 +20,9 @@ pub(super) struct ChunkRecord {
     pub(super) tag: u64,
     /// Number of its group; [`NONE`] where the record is not in use.
     pub(super) group: u32,
-    /// Twice its depth, and one where it is held.
+    /// Twice its depth, plus one where it is held.
     depth_held: u32,
-    /// In the tree of held chunks, or in the ring of evicted ones, the one before it and the one
-    /// after it.
+    /// Its children in the tree of held chunks, or its neighbours in the ring of evicted ones.
     left: u32,
     right: u32,
 }
@@ -62,7 +61,8 @@ enum Link {
     Right(u32),
 }
 
-/// As a growing list of some megabytes doubles, half of it stands empty; this grows by an eighth.
+/// Appends to a list that grows by an eighth: one of some megabytes that doubled would be half
+/// empty.
 pub(super) fn push<T>(list: &mut Vec<T>, item: T) {
     if list.len() == list.capacity() {
         list.reserve_exact((list.len() / 8).max(16));
@@ -90,7 +90,7 @@ impl Records {
         self.names.get(tag, |number| self.get(number).tag)
     }
 
-    /// Brings near what finding these will need.
+    /// Prefetches what finding these will need.
     pub(super) fn look(&self, tags: impl Iterator<Item = u64>) {
         std::hint::black_box(tags.fold(0, |sum, tag| sum ^ self.names.look(tag)));
     }
@@ -101,7 +101,7 @@ impl Records {
         self.names.reserve(count, in_use(&self.all));
     }
 
-    /// A record for a chunk that has none; `None` where there are more than can be counted.
+    /// A record for a chunk that has none; `None` where no more fit.
     pub(super) fn add(&mut self, tag: u64) -> Option<u32> {
         let reused = self.free;
         let number = if reused == NONE { u32::try_from(self.all.len()).ok()? } else { reused };
@@ -118,7 +118,7 @@ impl Records {
         Some(number)
     }
 
-    /// A chunk that is in no list any more is forgotten.
+    /// Forgets a chunk, which must be in no list.
     pub(super) fn remove(&mut self, number: u32) {
         self.displace(number);
         let all = &self.all;
@@ -129,12 +129,12 @@ impl Records {
         self.free = number;
     }
 
-    /// All, in no order that means anything.
+    /// All records in use, in any order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, ChunkRecord)> {
         (0..).zip(self.all.iter().copied()).filter(|(_, r)| r.group != NONE)
     }
 
-    /// Bytes of a chunk of a group whose chunks have so many.
+    /// Bytes of a chunk; `of_group` are those of its group's chunks.
     pub(super) fn bytes(&self, number: u32, of_group: u32) -> u64 {
         let odd = if self.odd.is_empty() { None } else { self.odd.get(&number).copied() };
         odd.unwrap_or(u64::from(of_group))
@@ -191,7 +191,7 @@ impl Records {
                 if new.key() < there.key() { (Link::Left(at), there.left) } else { (Link::Right(at), there.right) };
         }
         self.set(root, link, number);
-        // What followed is split into what comes before it and what comes after it.
+        // The subtree that was there is split into what comes before the new one and what after.
         let (mut before, mut after) = (Link::Left(number), Link::Right(number));
         while at != NONE {
             let there = self.get(at);
@@ -224,7 +224,7 @@ impl Records {
         self.take_out(root, link, number);
     }
 
-    /// Takes the deepest out of the tree of what is held.
+    /// Takes the deepest record out of the tree of what is held.
     pub(super) fn let_go_last(&mut self, root: &mut u32) -> Option<u32> {
         let mut link = Link::Root;
         let mut last = *root;
@@ -331,7 +331,7 @@ impl Records {
         self.change(number, |r| (r.left, r.right) = (NONE, NONE));
     }
 
-    /// What is in a ring, the first that went first.
+    /// What is in a ring, the first that was given up first.
     pub(super) fn ring(&self, ring: u32) -> impl Iterator<Item = u32> + Clone {
         let after = move |at: &u32| Some(self.get(*at).right).filter(|next| *next != ring);
         std::iter::successors((ring != NONE).then_some(ring), after)

@@ -1,40 +1,40 @@
 //! The policy's state as bytes, so that a restart does not begin with nothing learned.
 //!
-//! It is taken in parts, between which the policy goes on working: groups are saved in the order in
-//! which they were made, and a chunk that moves meanwhile moves to a later group, so of what is
-//! said twice the last counts. Nothing in it is needed for right answers: what is read is checked,
-//! and what does not hold together is refused as a whole.
+//! It is saved in parts, between which the policy goes on working: groups are saved in the order in
+//! which they were made, and a chunk that moves meanwhile moves to a later group, so where a chunk
+//! is saved twice the last place counts. No right answer depends on the state: what is read is
+//! checked, and refused as a whole where it contradicts itself.
 //!
-//! The bytes are read as they lie, straight into the records: a million chunks as objects in
-//! between would take longer to make than the records. Numbers are variable-length (7 bits a byte,
-//! the low ones first; docs/format.md has the order).
+//! The bytes are read straight into the records: a million objects in between would take longer to
+//! make than the records. Numbers have a variable length (7 bits a byte, the low ones first);
+//! docs/format.md has the order.
 
 use super::super::reuse::{KINDS, SPANS, Seen};
 use super::groups::{ChunkGroup, MOST_LENGTH, Sort};
 use super::names::NONE;
 use super::{MOST_USES, Prefix, Reuse};
 
-/// The state of a [`Prefix`] at about one moment: bytes that hold together.
+/// The state of a [`Prefix`] at about one moment, as valid bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedPrefix {
     bytes: Vec<u8>,
 }
 
-/// Of this version: that of the encoding, and kinds and spans of age that are distinguished.
+/// The first bytes: version of the encoding, numbers of kinds and of spans of age.
 const SHAPE: [u8; 3] = [2, KINDS as u8, SPANS as u8];
-/// More uses, and more time, than anything can have been seen for.
+/// Sums of uses and of time are always less.
 const MOST_SEEN: f64 = 1e30;
 /// No chunk has so many bytes.
 const MOST_BYTES: u64 = 1 << 40;
-/// No cache ever asks for so many chunks, and sums of a few such times do not overflow.
+/// A clock never comes this far, and sums of a few such times do not overflow.
 const MOST_TIME: u64 = 1 << 60;
-/// Bytes of what is said once, of a number with its place, and of a group, at most.
+/// Bytes of the head without its sums, of a sum with its place, and of a group, at most.
 const HEAD_BYTES: u64 = 3 + 3 * 10;
 const NUMBER_BYTES: u64 = 3 + 8;
 const GROUP_BYTES: u64 = 1 + 10 + 5 + 5 + 2 * 5;
-/// Names of evicted chunks that are saved at most: reading them is a part of what a restart takes.
+/// Names of evicted chunks that are saved at most: reading them makes a restart longer.
 const MOST_GHOSTS: u64 = 1 << 19;
-/// What is read before it is put in its place.
+/// Items that are read before they are restored, so that their memory is prefetched together.
 const PART: usize = 64;
 /// Bytes of a chunk, at least and at most: its name, its depth, and its bytes where they are not
 /// those of its group.
@@ -43,18 +43,18 @@ const CHUNK_BYTES: (u64, u64) = (8 + 1, 8 + 5 + 6);
 /// A [`SavedPrefix`] in the making.
 #[derive(Debug)]
 pub struct SavingPrefix {
-    /// Of the groups so far.
+    /// The groups so far, and how many chunks they have.
     bytes: Vec<u8>,
     chunks: u64,
-    /// When the last one was born.
+    /// When the last of them was made.
     born: u64,
-    /// The group that is next.
+    /// The serial of the group that is next.
     next: u32,
-    /// Names that are left out, of the oldest that went.
+    /// How many names of evicted chunks are still to be left out, the oldest first.
     leave_out: u64,
 }
 
-/// What is said once.
+/// What comes before the groups.
 struct Head {
     clock: u64,
     learned: u64,
@@ -96,7 +96,7 @@ fn put_seen(bytes: &mut Vec<u8>, seen: &Seen) {
     }
 }
 
-/// What is left to be read.
+/// The bytes that are not read yet.
 struct SavedReader<'a>(&'a [u8]);
 
 impl SavedReader<'_> {
@@ -112,7 +112,8 @@ impl SavedReader<'_> {
         Some(*eight)
     }
 
-    /// As short as it can be, so that what is read is written as it was.
+    /// A number; `None` if it is written longer than it need be, so that every state has one
+    /// encoding.
     fn number(&mut self) -> Option<u64> {
         let mut number = 0;
         for shift in (0..64).step_by(7) {
@@ -149,7 +150,7 @@ impl SavedReader<'_> {
         Some(Head { clock, learned, chunks, uses: self.seen()?, waited: self.seen()? })
     }
 
-    /// The groups, and the chunks of each behind it.
+    /// Passes the groups to `tell`, each before its chunks.
     fn groups(&mut self, head: &Head, mut tell: impl FnMut(Item) -> Option<()>) -> Option<()> {
         let mut born = 0u64;
         let mut chunks = 0u64;
@@ -192,7 +193,8 @@ impl SavedReader<'_> {
     }
 }
 
-/// How a group of new chunks is said, beside 0 for partial ends and the uses of what was used.
+/// The byte of a group of new chunks; that of partial ends is 0, and others have their number of
+/// uses.
 const NEW: u8 = 7;
 
 impl SavedPrefix {
@@ -213,7 +215,7 @@ impl SavedPrefix {
 }
 
 impl Prefix {
-    /// How many chunks it was asked for or given.
+    /// Chunks used and stored so far.
     #[must_use]
     pub fn clock(&self) -> u64 {
         self.clock
@@ -237,8 +239,7 @@ impl Prefix {
         Some(SavingPrefix { bytes: Vec::new(), chunks: 0, born: 0, next: self.groups.oldest(), leave_out })
     }
 
-    /// Saves groups of at least `chunks` chunks, as far as there are so many; whether that was the
-    /// last.
+    /// Saves the next groups, until they have `chunks` chunks together; whether all are saved now.
     pub fn save_more(&self, saving: &mut SavingPrefix, chunks: usize) -> bool {
         let mut count = 0;
         for (next, _, group) in self.groups.since(saving.next) {
@@ -252,7 +253,7 @@ impl Prefix {
         true
     }
 
-    /// What has been saved, once all of it has.
+    /// The saved state, once [`save_more`](Self::save_more) has returned true.
     #[must_use]
     pub fn saved(&self, saving: SavingPrefix) -> SavedPrefix {
         let (uses, waited) = self.reuse.seen();
@@ -299,8 +300,8 @@ impl Prefix {
         }
     }
 
-    /// The policy as it was saved, for a drive with room for `room_bytes`. `None` where that does
-    /// not hold together.
+    /// The policy as it was saved, for a drive with room for `room_bytes`. `None` where the state
+    /// contradicts itself.
     #[must_use]
     pub fn restored(saved: &SavedPrefix, room_bytes: u64) -> Option<Self> {
         let mut new = Self::new(room_bytes);
@@ -323,7 +324,7 @@ impl Prefix {
         Some(new)
     }
 
-    /// What comes next; `now` is the group that chunks belong to.
+    /// Restores the next items; `now` is the group that chunks belong to.
     fn restore_part(&mut self, now: &mut u32, part: &mut Vec<Item>) -> Option<()> {
         let tag = |item: &Item| if let Item::Chunk { tag, .. } = item { Some(*tag) } else { None };
         self.look(part.iter().filter_map(tag));
@@ -342,7 +343,7 @@ impl Prefix {
 
     fn restore(&mut self, group: u32, tag: u64, (depth, bytes): (u32, u64), held: bool) -> Option<()> {
         let chunk = match self.chunks.find(tag) {
-            // Said twice: it moved while it was being saved.
+            // Saved twice: it moved to a later group meanwhile.
             Some(chunk) => {
                 self.leave_group(chunk);
                 chunk
@@ -363,8 +364,9 @@ impl Prefix {
         Some(())
     }
 
-    /// What it holds and the drive has not, by `is_there`, is taken for dropped by the drive, or
-    /// forgotten where that is more than a part of the room: it would stand empty.
+    /// Compares what is held with what is on the drive, by `is_there`. Missing chunks count as
+    /// dropped by the drive; where they are more than one in `EMPTY_SHARE` of the room, they are
+    /// forgotten, as that room would stand empty.
     pub fn compare(&mut self, is_there: impl Fn(u64) -> bool) {
         let held = self.chunks.iter().filter(|(_, record)| record.is_held() && !is_there(record.tag));
         let missing: Vec<(u64, u64)> = held.map(|(number, record)| (record.tag, self.bytes(number))).collect();
@@ -376,6 +378,6 @@ impl Prefix {
     }
 }
 
-/// Of the room, the part that chunks may take after a restart which are held and not there: one of
-/// so many.
+/// After a restart, chunks that are held and not on the drive may take one part in this many of the
+/// room.
 const EMPTY_SHARE: u64 = 8;

@@ -1,23 +1,23 @@
-//! The groups made since groups were ordered, so that the least is found without looking at each of
-//! them: of the groups of a kind and a span of age all are worth the same, and the one made first
-//! goes.
+//! The groups made since groups were ordered. The least is found without looking at each of them:
+//! groups of one kind and one span of age are worth the same, and of these the one made first goes.
 
 use super::super::reuse::{KINDS, Reuse, span, start};
 use super::groups::ChunkGroup;
 
-/// Of which nothing is held.
+/// In the place of a kind: nothing of the group is held.
 const EMPTY: u8 = u8::MAX;
 
 #[derive(Debug, Default)]
 pub(super) struct Young {
-    /// The serial of the first, and the time at which groups were ordered.
+    /// The serial of the first group here, and the time at which groups were ordered.
     first: u32,
     since: u64,
-    /// Of each when it was born after that time, its number, and its kind.
+    /// Of each group, in the order of serials: how long after `since` it was made, its number, and
+    /// its kind.
     born: Vec<u32>,
     numbers: Vec<u32>,
     kinds: Vec<u8>,
-    /// For each kind a bit for each that is of it.
+    /// For each kind a bit for every group, set where it is of this kind; and how many are set.
     of_kind: [Vec<u64>; KINDS],
     count: [u32; KINDS],
 }
@@ -44,7 +44,7 @@ impl Young {
         self.kinds.push(EMPTY);
     }
 
-    /// A group has changed, a young one or another.
+    /// A group has changed; ignored if it is not among these.
     pub(super) fn changed(&mut self, group: &ChunkGroup) {
         let at = group.serial().wrapping_sub(self.first) as usize;
         let Some(kind) = self.kinds.get_mut(at) else { return };
@@ -66,13 +66,13 @@ impl Young {
         }
     }
 
-    /// The one that is worth the least of which something is held, among equals the one made first,
-    /// and what it is worth.
+    /// Of the groups of which something is held, the one that is worth the least, among equals the
+    /// one made first; with its worth.
     pub(super) fn least(&self, reuse: &Reuse, clock: u64) -> Option<(f64, u32)> {
         let mut least: Option<(f64, usize)> = None;
         let mut from = 0;
         while let Some(born) = self.born.get(from) {
-            // Those of one span of age: they were born one after the other.
+            // Groups of one span of age lie side by side.
             let at = span(clock - (self.since + u64::from(*born)));
             let youngest = (clock - self.since).saturating_sub(start(at));
             let rest = self.born.get(from..).unwrap_or_default();
