@@ -124,7 +124,7 @@ fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
     BudgetPage::decode(&bytes).map_err(|e| match e.kind() {
         ErrorKind::Corrupt => {
-            e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew: it holds the drive's name, and whether it is being drained")
+            e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew; set draining again if it was set")
         }
         _ => e.at(path),
     })
