@@ -11,8 +11,8 @@ use crate::format::superblock::Superblock;
 const GIB: u64 = 1 << 30;
 /// Half of what 24 bits can say in pages: slots are placed in their segments with 24 bits.
 const MAX_SEGMENT_BYTES: u64 = (1 << 24) * PAGE_BYTES as u64 / 2;
-/// A region has a record for each so many bytes of its segment: where slots are smaller on average,
-/// the segment is sealed before it is full.
+/// A region has room for a record per this many bytes of its segment: where slots are smaller on
+/// average, the segment is sealed before it is full.
 const RECORD_PER_BYTES: u64 = 16 << 10;
 const MAX_RECORDS: u64 = 1 << 16;
 const MAX_RING_PAGES: u64 = 8192;
@@ -88,10 +88,10 @@ impl Sizes {
     }
 }
 
-/// Where chunks are evicted singly, a lane may have so many segments for each that fits the
+/// Where chunks are evicted singly, a lane may have this many segments for each that fits the
 /// capacity. Above that the emptiest are reclaimed.
 const MOST_SEGMENTS: u64 = 8;
-/// All regions together may take one part in so many of the capacity.
+/// All regions together may take one part in this many of the capacity.
 const REGIONS_SHARE: u64 = 64;
 
 /// Bytes on the drive that the region of a sealed segment with chunks of `slot_bytes` keeps. Some

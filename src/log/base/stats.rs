@@ -51,7 +51,7 @@ pub struct LogStats {
     pub journal_pages: u64,
     /// Segments sealed.
     pub sealed: u64,
-    /// Segments given up to be used again.
+    /// Segments freed by reclaim.
     pub reclaimed: u64,
     /// Chunks dropped by reclaim.
     pub evicted: u64,

@@ -4,7 +4,7 @@
 //! of lanes changes rarely: it is replaced as a whole, so that lookups only copy a pointer.
 //!
 //! * this file: [`Volume`], which opens a drive, finds its lanes and adopts orphaned ones;
-//! * `floors`: the file `FLOORS`, and what the shard's page says of it;
+//! * `floors`: the file `FLOORS`, and its image in the shard's page;
 //! * `quota`: how much of the drive one tenant may take;
 //! * `waiting`: waiting for a free segment.
 

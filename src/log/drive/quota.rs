@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::Volume;
 use crate::log::lane::{Lane, slot_bytes, tenant_of};
 
-/// One part in so many of a quota is kept free for the next puts.
+/// One part in this many of a quota is kept free for the next puts.
 const KEPT_FREE: u64 = 16;
 
 /// What tenants take of one drive.

@@ -59,7 +59,7 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
 }
 
 impl Lane {
-    /// Bytes of a region up to the end of so many records; 0 where that is all of it.
+    /// Bytes of a region up to the end of `records` records; 0 where that is all of it.
     fn region_used(&self, records: usize) -> u64 {
         let layout = RegionLayout::of(self.superblock.region_bytes);
         let used = (layout.records_at() + records * sealed_record_bytes()).next_multiple_of(PAGE_BYTES) as u64;

@@ -166,7 +166,7 @@ pub(in crate::log) struct Need {
 
 /// Bytes of segments kept ready where they are small.
 pub(in crate::log) const RESERVE_BYTES: u64 = 64 << 20;
-/// One segment in so many that are in use may be kept ready.
+/// One segment in this many that are in use may be kept ready.
 const RESERVE_SHARE: u64 = 12;
 
 /// All segments of a lane.

@@ -16,10 +16,10 @@ use crate::log::base::sizes;
 use crate::log::base::spec::PutSpec;
 use crate::log::lane::{Lane, LaneState, PolicyEvent, RESERVE_BYTES, slot_bytes};
 
-/// Files other than data.kv, and without regions and ring, may take one part in so many of the
+/// Files other than data.kv, and without regions and ring, may take one part in this many of the
 /// capacity.
 const OTHER_FILES: u64 = 256;
-/// Segments kept ready may take one part in so many of the capacity.
+/// Segments kept ready may take one part in this many of the capacity.
 const RESERVE_SHARE: u64 = 128;
 /// Segments whose slots cannot be evicted singly: open, full or ready.
 const UNSEALED: u64 = 3;

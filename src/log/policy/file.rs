@@ -16,11 +16,11 @@ use crate::index::{Prefix, SavedPrefix};
 use crate::log::base::paths;
 use crate::log::lane::Lane;
 
-/// The file may take one part in so many of the capacity, or `LEAST_BYTES`, whichever is more.
+/// The file may take one part in this many of the capacity, or `LEAST_BYTES`, whichever is more.
 const SHARE: u64 = 1024;
 const LEAST_BYTES: u64 = 64 << 10;
-/// It is written anew after as many events as a part of the chunks that the policy holds, one in so
-/// many, but after no fewer than `FEWEST`, and no sooner than `PAUSE` after the last time.
+/// It is written anew after as many events as a part of the chunks that the policy holds, one in
+/// this many, but after no fewer than `FEWEST`, and no sooner than `PAUSE` after the last time.
 const TURNOVER: u64 = 16;
 const FEWEST: u64 = 1024;
 const PAUSE: Duration = Duration::from_secs(1);

@@ -207,7 +207,7 @@ impl Log {
         };
         let (header, crc) = SlotHeader::decode(bytes)?;
         if crc != chunk.header_crc {
-            return wrong("a slot's header is not the one that the index speaks of");
+            return wrong("a slot's header is not the one in the index");
         }
         let pages = (chunk.slot_bytes / PAGE_BYTES as u64) as u32;
         let here = (header.segment, header.epoch, header.page, header.pages, header.sequence);

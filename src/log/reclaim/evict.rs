@@ -28,12 +28,12 @@ use crate::log::drive::Volume;
 use crate::log::lane::{Lane, LaneRole, PolicyEvent, SegmentPhase, SlotRange, slot_bytes};
 use crate::log::{journal, policy};
 
-/// At most one part in so many of the capacity is evicted at once, but a segment's bytes always.
+/// At most one part in this many of the capacity is evicted at once, but a segment's bytes always.
 const BATCH_SHARE: u64 = 32;
 /// The search for chunks ends when those passed over, because they cannot go yet, would fill so
 /// many segments.
 const PASSED_OVER: u64 = 4;
-/// With so many segments more than there should be, segments are reclaimed before chunks are
+/// With this many segments more than there should be, segments are reclaimed before chunks are
 /// evicted.
 const TOO_MANY: u64 = 6;
 /// How long, in each call, holes wait for a pause between loads: data.kv cannot be read while one

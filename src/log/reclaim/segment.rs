@@ -30,8 +30,8 @@ use crate::log::{journal, policy};
 
 /// Share of the live bytes that counts as hot, in percent.
 const HOT_PERCENT: u8 = 30;
-/// With so many condemned segments a lane reclaims no others: a drive that refuses writes must not
-/// cost chunks that it can still read.
+/// With this many condemned segments a lane reclaims no others: a drive that refuses writes must
+/// not cost chunks that it can still read.
 const MOST_STUCK: usize = 4;
 /// Entries looked at for a survey; larger tables are sampled.
 const SURVEY_ENTRIES: u64 = 50_000;
