@@ -22,7 +22,7 @@
 //!
 //! Invariants:
 //! * Calls that a server's forward path makes (`lookup`, `locate`, `begin_put`, `commit`) never
-//!   wait for a drive.
+//!   wait for a drive, but to attach to a lane that another process has just opened.
 //! * A record is published only after every byte of its slot was written with its full length.
 //! * After `remove` or `clear` has returned, nothing of that is served, by any process, whatever
 //!   crashes.

@@ -1,7 +1,9 @@
 //! Finding chunks, over all drives and lanes.
 //!
 //! A key may lie in several lanes, where two processes stored it at once: any of its slots is
-//! right. No lock is taken that anybody holds across I/O, and nothing is read from a drive.
+//! right. Nothing is read from a drive, and no lock is taken that is held across I/O, with one
+//! exception: the first call after another process has opened a lane attaches to that lane, which
+//! reads its superblock.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

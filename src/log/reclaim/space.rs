@@ -88,7 +88,8 @@ pub(super) fn shrink(volume: &Volume) {
     }
 }
 
-/// Gives the space of a ready segment back to the file system; whether there was one.
+/// Gives the space of a ready segment back to the file system; `false` where none is ready, or no
+/// hole can be punched.
 pub(super) fn give_back_ready(volume: &Volume) -> bool {
     let Some(lane) = volume.own() else { return false };
     let Some(number) = lane.state().ok().and_then(|mut state| state.segments.take_ready()) else { return false };

@@ -101,7 +101,7 @@ impl<'a> Recovery<'a> {
         counters.damaged_records.add(found.damaged);
         counters.recovered_records.add(found.records);
         if found.damaged > 0 {
-            tracing::warn!(damaged = found.damaged, "index.kv has damaged parts: their chunks are misses unless their slots are found");
+            tracing::warn!(damaged = found.damaged, "index.kv is damaged: chunks whose slots are not found are misses");
         }
         let summary = Summary { mount_generation: self.superblock.mount_generation, max_sequence: found.max_sequence };
         self.state.pending = Pending::new(self.superblock.ring_pages, found.next_page);

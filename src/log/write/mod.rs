@@ -1,7 +1,7 @@
 //! Puts: a slot from allocation to publication.
 //!
 //! Invariants: a key is put once, among all lanes that this process sees; a put is published only
-//! after every byte of its slot was written; no call here waits for a drive.
+//! after every byte of its slot was written; no call waits but `begin_put_within`, for reclaim.
 //!
 //! * `admit`: which chunks of a prompt are stored; reports to the eviction policy;
 //! * `begin`: begins a put: drive, quota, place;
