@@ -12,16 +12,22 @@
 //! The rooms, each of which knows only those before it: `base` (options, names, counters), `lane`
 //! (files and state of one lane), `journal`, `policy` (events for the eviction policy),
 //! `recovery`, `drive` (lanes of one drive, floors, quotas), `write`, `read`, `reclaim` (and the
-//! maintenance thread); above them this file, `turn`, `opening`, `settings`, `fsck`, `purge`.
+//! maintenance thread). Above them:
+//! * this file: [`Log`], which opens, flushes and closes;
+//! * `opening`: a log that cannot be opened yet is tried again in the background;
+//! * `settings`: options from the settings of a server;
+//! * `turn`: a log without threads, for tests;
+//! * `fsck`: checks, repair and rebuild of a cache that is not open;
+//! * `purge`: removal of a tenant or of everything, beside servers and without a geometry.
 //!
 //! Invariants:
 //! * Calls that a server's forward path makes (`lookup`, `locate`, `begin_put`, `commit`) never
-//!   wait for a drive.
+//!   wait for a drive, but to attach to a lane that another process has just opened.
 //! * A record is published only after every byte of its slot was written with its full length.
 //! * After `remove` or `clear` has returned, nothing of that is served, by any process, whatever
 //!   crashes.
-//! * Bytes on each drive stay below the capacity, and its free space above the floor, over all
-//!   processes.
+//! * Over all processes, no space is taken beyond the capacity of a drive, nor of the free space
+//!   that is to stay.
 //! * Every failure is a miss, a shed put or an error of the call; never a wrong byte and never a
 //!   panic.
 //!
@@ -82,7 +88,7 @@ pub struct Log {
     volumes: Vec<Arc<Volume>>,
     stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Of a log without threads.
+    /// State of the maintenance in a log without threads.
     maintenance: Mutex<Vec<reclaim::Maintenance>>,
 }
 
@@ -171,9 +177,9 @@ impl Log {
         flushed.and(closed)
     }
 
-    /// Waits until reclaim has done what the stores so far call for: until more is stored, or what
-    /// is leased now is not any more, it gives nothing up but what expires. For whoever counts
-    /// what is held; nothing is given up by a log that only reads.
+    /// Waits until reclaim has nothing left to do: afterwards it gives up only what expires, until
+    /// more is stored or a lease ends. For callers that count what is held. Returns at once for a
+    /// log that is read-only or without threads.
     ///
     /// # Errors
     /// `TimedOut` at `deadline`; `Closed`, `Forked`.
@@ -185,8 +191,8 @@ impl Log {
         reclaim::at_rest(self, deadline)
     }
 
-    /// Gives everything up as a crash would, but for what the kernel has already been asked to
-    /// write: for tests.
+    /// Ends as a crash would, except that writes already given to the kernel still happen: for
+    /// tests.
     #[doc(hidden)]
     pub fn abandon(&self) {
         if !self.ctx.close() {
@@ -304,9 +310,9 @@ impl Log {
         stats
     }
 
-    /// Up to `most` of the keys that this process has given up since the first call, each once, and
-    /// not those that are there again. Keys that nobody takes for long are forgotten. For a part of
-    /// an object it is the object's key.
+    /// Up to `most` of the keys that this process has evicted since the first call, without those
+    /// that are stored again. Each eviction is reported once. Keys that are not taken for long are
+    /// dropped. For a part of an object it is the object's key.
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<crate::key::ChunkKey> {
         let mut keys = self.ctx.evicted.take(most);
@@ -314,8 +320,8 @@ impl Log {
         keys
     }
 
-    /// How many keys [`take_evicted`](Self::take_evicted) will not tell, because nobody took them
-    /// in time.
+    /// How many keys [`take_evicted`](Self::take_evicted) has lost, because they were not taken in
+    /// time.
     #[must_use]
     pub fn evicted_missed(&self) -> u64 {
         self.ctx.evicted.missed()
@@ -327,7 +333,7 @@ impl Log {
         for volume in &self.volumes {
             for lane in &volume.lanes().all {
                 lane.table().for_each(|_, e| {
-                    // Of a key that lies in several lanes the first one counts, as for a lookup.
+                    // A key may lie in several lanes: the first one counts, as for a lookup.
                     if volume.find(&e.key).is_some_and(|(its, now)| its.number == lane.number && now.seq == e.seq) {
                         visit(&ChunkInfo::new(volume.number, *lane.id(), e));
                     }

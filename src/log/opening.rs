@@ -29,8 +29,8 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Opens the log with `open`. Where that fails it is tried again every `every`, if `on_failure`
-    /// lives with that.
+    /// Opens the log with `open`. Where that fails it is tried again every `every`, unless
+    /// `on_failure` is `Fail`.
     ///
     /// # Errors
     /// That of `open` where `on_failure` is `Fail` or the caller is at fault; what the operating
@@ -86,7 +86,7 @@ impl Opening {
         *self.why_disabled.lock() = Some(error);
     }
 
-    /// Waits for `time`; whether it was asked to stop.
+    /// Waits for `time`, or until [`stop_trying`](Self::stop_trying); whether that was called.
     fn wait(&self, time: Duration) -> bool {
         let mut stopped = self.stopped.lock();
         let _ = self.changed.wait_while_for(&mut stopped, |stopped| !*stopped, time);
@@ -105,7 +105,7 @@ impl Opening {
         self.why_disabled.lock().as_ref().map(ToString::to_string)
     }
 
-    /// Does not try again.
+    /// Ends the tries in the background.
     pub fn stop_trying(&self) {
         *self.stopped.lock() = true;
         self.changed.notify_all();
@@ -119,8 +119,8 @@ impl Opening {
         self.stop_trying();
         let mut open = self.log.write();
         self.closed.store(true, Ordering::Release);
-        // Taken out: files and mappings go with the last user, and the file system can be
-        // unmounted.
+        // Taken out, so that files and mappings are closed with the last user of the log, and the
+        // file system can be unmounted.
         let log = open.take();
         drop(open);
         log.map_or(Ok(()), |log| log.close(deadline))

@@ -1,9 +1,9 @@
 //! Removing what a shard holds from outside: without a geometry, and beside servers that use it.
 //!
-//! A floor is raised, durably, then shown to the running processes through the shard's page: so
-//! nothing is moved, no segment is granted, and a crash at any point leaves either the old state or
-//! the new one. Lanes that nobody writes are then deleted, or, for a tenant, have holes punched
-//! where its slots lay.
+//! A floor is raised durably, then shown to the running processes through the shard's page. That
+//! moves nothing and grants no segment, and a crash at any point leaves either the old floor or the
+//! new one. Then lanes that nobody writes are deleted, or, for a tenant, its slots in them are
+//! punched.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,18 +22,18 @@ use crate::io::{DirectFile, FileOptions};
 
 pub use super::drive::What;
 
-/// How long the shard's lock is waited for.
+/// Longest wait for the shard's lock.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Tries to read the table of a lane whose writer is just making it.
 const TRIES: u32 = 50;
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
 
-/// What became of a shard.
+/// What was removed from a shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Purged {
     /// Lanes that other processes write.
     pub lanes_in_use: u64,
-    /// Chunks of the tenant that there were; 0 where everything went.
+    /// Chunks of the tenant in all lanes; 0 where everything is removed.
     pub chunks: u64,
     /// Lanes deleted with all their bytes.
     pub lanes_deleted: u64,
@@ -65,9 +65,9 @@ struct LockedShard {
 /// one, serves anything of it, whatever crashes.
 ///
 /// # Errors
-/// `NotFound` where there is no such shard; `Busy` where a server is just opening, or too many
-/// tenants are being removed; `Permission`, `NoSpace`, `Io`: the removal may then have been made in
-/// part.
+/// `NotFound` where there is no such shard; `TimedOut` where another process keeps the shard's
+/// lock; `Busy` where a server is just opening, or too many tenants are being removed;
+/// `Permission`, `NoSpace`, `Io`: the removal may then have been made in part.
 pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Result<Purged> {
     let place = LockedShard::enter(cache_dir, namespace, shard)?;
     let unreadable = place.lanes.iter().filter(|l| l.raw.is_err() && what != What::All);
@@ -80,8 +80,8 @@ pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Resu
         purged.chunks = place.chunks_of(tenant)?;
     }
     if what == What::All && floors::read(&place.dir).is_err_and(|e| e.kind() == ErrorKind::Corrupt) {
-        // Without them nobody knows how high a floor must be: until these lanes are gone, the shard
-        // stays refused.
+        // While no copy of the floors is intact the shard is refused. So its lanes go before the
+        // floors are replaced: what the lost floors removed must not come back.
         place.delete_free(&mut purged)?;
     }
     floors::raise(&place.dir, place.page.as_ref(), what, place.next_sequence()?)?;
@@ -103,7 +103,7 @@ impl LockedShard {
         let page = paths::open_small(&dir.join(paths::SHARD_SHM), false);
         let page = page.and_then(|file| SharedShard::attach(&file, ctx::boot_id()?, Access::ReadWrite)).ok();
         let mut found = Vec::new();
-        // Listed again: a lane may have come or gone before the lock was had.
+        // Listed again: a lane may have come or gone before the lock was taken.
         for files in lanes(cache_dir)?.into_iter().filter(is_its) {
             let dir = files.path().to_path_buf();
             let lock = try_lock(&dir)?;
@@ -169,8 +169,8 @@ impl LockedShard {
             for r in raw.records.iter().filter(|r| is_of(r, tenant)) {
                 let (offset, len) = (raw.slot_offset(r), u64::from(r.pages) * PAGE_BYTES as u64);
                 if offset.saturating_add(len) <= end {
-                    // A file system without holes keeps the bytes; they are not served all the
-                    // same.
+                    // A file system without holes keeps the bytes; the floor keeps them from being
+                    // served.
                     drop(data.punch_hole(offset, len));
                 }
             }

@@ -1,4 +1,4 @@
-//! From settings to the options of a log: what everything that opens one has in common.
+//! From settings to the options of a log, for everything that opens one.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,8 +15,8 @@ use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
 
-/// Warnings that were logged of cache directories: a process may open one many times, and what lies
-/// below it stays as it is.
+/// Warnings about cache directories that were logged already: a process may open a directory many
+/// times.
 static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// Logs a warning, which names its directory, once in a process.
@@ -29,8 +29,8 @@ fn tell_once(warning: &Warning) -> bool {
 }
 
 impl LogOptions {
-    /// Options as the settings say, after a check of the cache directories. The codec, which depends
-    /// on where KV lies, and staging regions with the limit of the queues are for the caller to add.
+    /// Options as the settings say, after a check of the cache directories. The caller adds the
+    /// codec, which depends on where KV lies, and staging regions and limit of the queues.
     ///
     /// # Errors
     /// `Config` where no drive is set; what is wrong with a cache directory.
@@ -81,8 +81,8 @@ impl LogOptions {
     }
 }
 
-/// Reads are kept from piling up in the drive beyond this time: what saturates it at any speed, and
-/// no more.
+/// Reads pile up in a drive for about this time at most: that saturates a drive of any speed, and
+/// more would only add latency.
 const READ_LATENCY: Duration = Duration::from_millis(4);
 
 fn io_options(settings: &Settings) -> IoOptions {

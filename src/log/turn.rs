@@ -1,8 +1,8 @@
-//! A log without threads: what the journal and maintenance threads would do by themselves is done
-//! when it is asked for.
+//! A log without threads, for tests that decide the order of everything: the work of the journal
+//! and maintenance threads is done when a test asks for it.
 //!
-//! For tests that decide the order of everything. Invariant: a turn does what the thread would do,
-//! by the same functions; it never waits for anything but a queue.
+//! Invariant: a turn does what the thread would do, by the same functions. It waits for nothing but
+//! I/O.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -16,9 +16,9 @@ pub enum Turn {
     Journal,
     /// The same, with the commit interval over: partial pages too.
     Commit,
-    /// The maintenance between its scans: touches, removals, segments made ready.
+    /// The maintenance between its scans: touches, removals, floors, quotas, segments made ready.
     Maintain,
-    /// The scan of the maintenance: lanes adopted, sweeps, what has expired.
+    /// The scan of the maintenance: lanes are adopted, expired and empty segments reclaimed.
     Scan,
 }
 
@@ -41,7 +41,8 @@ impl Log {
         }
     }
 
-    /// Begins what runs beside the calls: the policy, and the threads of a log that has any.
+    /// Prepares the policies and quotas, and starts the threads; a log without threads loads its
+    /// policies at once.
     pub(super) fn start_threads(&self) -> crate::Result<()> {
         for volume in &self.volumes {
             let Some(lane) = volume.own() else { continue };

@@ -1,9 +1,9 @@
 //! The `BUDGET` file of a cache directory: the drive's identity, and the lock under which segments
 //! are granted.
 //!
-//! Invariant: what is granted is counted anew from the files each time, over all namespaces and
-//! lanes of all processes, while the lock is held; nothing can drift. The free floor is asked of
-//! the file system in the same moment.
+//! Invariant: no allocation is recorded. Each grant counts the allocated bytes of all namespaces
+//! and lanes anew from the files, and asks the file system for its free bytes, while the lock is
+//! held: so no crash can make the count wrong.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -42,14 +42,14 @@ impl Budget {
         Ok(Self { root: root.to_path_buf(), file: Mutex::new(file), page, capacity_bytes, min_free_bytes, timeout })
     }
 
-    /// Only reads who the drive is.
+    /// Reads the page, without making the file and without its lock.
     pub(in crate::log) fn read(root: &Path) -> Result<BudgetPage> {
         let path = root.join(paths::BUDGET);
         let bytes = fs::read(&path).map_err(|e| Error::io("cannot read BUDGET", e).at(&path))?;
         BudgetPage::decode(&bytes).map_err(|e| e.at(&path))
     }
 
-    /// The page as it is now: whether the drive is being drained may change.
+    /// Whether the drive is being drained, as the file says now.
     pub(in crate::log) fn is_draining(&self) -> bool {
         Self::read(&self.root).map_or(self.page.draining, |p| p.draining)
     }
@@ -64,8 +64,7 @@ impl Budget {
         self.capacity_bytes
     }
 
-    /// A warning about a directory that takes more than its capacity, as after that was lowered;
-    /// `None` where it does not.
+    /// A warning if the directory takes more than its capacity, for example after that was lowered.
     pub(in crate::log) fn excess(&self) -> Option<String> {
         let used = self.used_bytes().ok()?;
         let over = used.checked_sub(self.capacity_bytes).filter(|over| *over > 0)?;
@@ -81,8 +80,8 @@ impl Budget {
     /// bytes would be left of the capacity; all under the lock.
     ///
     /// # Errors
-    /// `NoSpace` where they do not; `TimedOut` where another process keeps the lock; those of
-    /// `take`.
+    /// `NoSpace` where capacity or free floor do not allow it; `TimedOut` where another process
+    /// keeps the lock; those of `take`.
     pub(in crate::log) fn grant<T>(&self, bytes: u64, spare: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
         let path = self.root.join(paths::BUDGET);
         let file = self.file.lock();
@@ -125,7 +124,7 @@ fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
     BudgetPage::decode(&bytes).map_err(|e| match e.kind() {
         ErrorKind::Corrupt => {
-            e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew: it only names the drive")
+            e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew; set draining again if it was set")
         }
         _ => e.at(path),
     })
@@ -141,7 +140,7 @@ pub fn allocated_below(dir: &Path) -> Result<u64> {
     let mut open = vec![dir.to_path_buf()];
     while let Some(dir) = open.pop() {
         let entries = match fs::read_dir(&dir) {
-            // A lane that somebody removes meanwhile counts no longer.
+            // A lane may be removed while its files are counted.
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
             r => r.map_err(|e| Error::io("cannot count the cache's bytes", e).at(&dir))?,
         };

@@ -1,8 +1,9 @@
 //! Time as the log sees it, so that tests can decide what time it is.
 //!
 //! Two clocks: Unix time for what is written to the drive (creation, expiry), and the machine's
-//! boot clock for leases, which processes of one machine compare. Nothing in the log reads a clock
-//! in any other way, except to wait.
+//! boot clock for what processes of one machine compare (leases) and for the write budget. Besides
+//! these the log uses `Instant`, for waits, time-outs and pauses, and the times of files of other
+//! lanes and processes (`reclaim/orphans.rs`, `reclaim/pressure.rs`).
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

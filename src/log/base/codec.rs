@@ -1,18 +1,18 @@
 //! Which codec the next chunk is stored with.
 //!
-//! An extent of coded chunks has room for so many values that the codec does not cover, and whether
-//! it is enough is known only when the KV is there. A chunk for which it is not enough is begun
-//! again without the codec, which takes a second gather and leaves a gap where its first slot was.
-//! So the chunks after it are stored as they are, and then one is a trial: if it does not fit
-//! either, twice as many are stored as they are before the next.
+//! A coded extent has a fixed length, with room for a few values that the codec cannot code.
+//! Whether that room is enough is known only when the KV has been gathered. A chunk for which it is
+//! not is begun again without the codec: that takes a second gather, and leaves a gap where its
+//! first slot was. So the next chunks are stored without the codec (a pause), and then one is coded
+//! as a trial. If it does not fit either, the next pause is twice as long.
 
 use parking_lot::Mutex;
 
 use crate::format::layout::SlotCodec;
 
-/// After the first chunk that does not fit, so many are stored as they are.
+/// Chunks stored without the codec after the first one that does not fit.
 const FIRST_PAUSE: u32 = 64;
-/// The pause doubles so many times at most.
+/// How often the pause doubles at most.
 const MOST_DOUBLINGS: u32 = 14;
 
 /// The codec that is asked for, and how KV has fitted it lately.
@@ -24,11 +24,11 @@ pub(in crate::log) struct CodecChoice {
 
 #[derive(Debug, Default)]
 struct Fit {
-    /// Chunks that are still to be stored as they are.
+    /// Chunks that are still to be stored without the codec.
     pause: u32,
-    /// Pauses since a chunk has fitted.
+    /// Pauses begun since a trial has fitted.
     pauses: u32,
-    /// A chunk is coded to see whether KV fits again.
+    /// A trial is under way.
     is_trying: bool,
 }
 
@@ -45,13 +45,14 @@ impl CodecChoice {
             return SlotCodec::None;
         }
         if fit.pauses > 0 {
-            // Its end may never come: then another is tried later.
+            // The trial's put may be dropped without a result: then there is another trial after a
+            // pause.
             (fit.is_trying, fit.pause) = (true, FIRST_PAUSE);
         }
         self.wanted
     }
 
-    /// A coded chunk was stored.
+    /// A coded slot is committed: its KV has fitted.
     pub(in crate::log) fn fitted(&self) {
         let mut fit = self.fit.lock();
         if fit.is_trying {
@@ -59,7 +60,8 @@ impl CodecChoice {
         }
     }
 
-    /// A chunk did not fit. Whether a pause begins; those that were begun before it begin none.
+    /// A chunk did not fit; whether that begins a pause. Chunks that were already being stored when
+    /// a pause began do not begin another.
     pub(in crate::log) fn misfit(&self) -> bool {
         let mut fit = self.fit.lock();
         let begins = fit.is_trying || fit.pauses == 0;

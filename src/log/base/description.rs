@@ -1,5 +1,5 @@
 //! The geometry of a shard as a small file beside its lanes, for tools that know the cache but not
-//! the model. The log itself never reads it.
+//! the model. The log itself does not depend on it.
 
 use std::fs;
 use std::io::Write;
@@ -10,7 +10,7 @@ use super::paths::{GEOMETRY, GEOMETRY_NEW};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 
-/// Writes the description where it is missing or another one. For who has the shard's lock.
+/// Writes the description where it is missing or differs. The caller holds the shard's lock.
 pub(in crate::log) fn write(shard_dir: &Path, geometry: &Geometry) -> Result<()> {
     let (path, new) = (shard_dir.join(GEOMETRY), shard_dir.join(GEOMETRY_NEW));
     let json = geometry.to_json();

@@ -1,9 +1,9 @@
-//! The eviction feed: keys of chunks that were given up, for whoever tells others what can be
-//! served.
+//! The eviction feed: keys of chunks that were given up, for callers that report to others what can
+//! be served.
 //!
-//! Invariants: nothing is kept before somebody has asked once; what is kept is bounded, the oldest
-//! keys go first. It only observes: a key in here may be stored again meanwhile, here or in another
-//! process.
+//! Invariants: no key is kept before the first call of [`EvictionFeed::take`]; the list is bounded,
+//! and the oldest keys are dropped first. A key in it may have been stored again meanwhile, by this
+//! or another process.
 
 use std::collections::VecDeque;
 
@@ -12,22 +12,22 @@ use parking_lot::Mutex;
 use crate::format::record::{KeyKind, Record};
 use crate::key::ChunkKey;
 
-/// Keys that wait to be taken: 2 MiB.
+/// Most keys that wait to be taken: 2 MiB.
 const MOST: usize = 1 << 16;
 
-/// Keys since they were last taken; `None` where nobody has asked.
+/// The list; `None` before the first [`take`](Self::take).
 #[derive(Debug, Default)]
 pub(in crate::log) struct EvictionFeed(Mutex<Option<KeptKeys>>);
 
 #[derive(Debug, Default)]
 struct KeptKeys {
     keys: VecDeque<ChunkKey>,
-    /// Keys that were dropped because nobody took them.
+    /// Keys that were dropped because they were not taken in time.
     missed: u64,
 }
 
 impl EvictionFeed {
-    /// These were given up: they are served no more. Of a part it is its object that goes.
+    /// Adds the keys of slots that were given up; for a part of an object, the key of the object.
     pub(in crate::log) fn push<'a>(&self, records: impl Iterator<Item = &'a Record>) {
         let mut held = self.0.lock();
         let Some(kept) = held.as_mut() else { return };
@@ -37,12 +37,12 @@ impl EvictionFeed {
         kept.keys.drain(..over);
     }
 
-    /// Whether somebody has asked.
+    /// Whether keys are kept.
     pub(in crate::log) fn is_wanted(&self) -> bool {
         self.0.lock().is_some()
     }
 
-    /// Takes up to `most` keys, and begins to keep them where nobody has asked before.
+    /// Takes up to `most` keys. The first call begins to keep them.
     pub(in crate::log) fn take(&self, most: usize) -> Vec<ChunkKey> {
         let mut held = self.0.lock();
         let keys = &mut held.get_or_insert_default().keys;
@@ -50,7 +50,7 @@ impl EvictionFeed {
         keys.drain(..count).collect()
     }
 
-    /// How many keys nobody took in time.
+    /// How many keys were dropped because they were not taken in time.
     pub(in crate::log) fn missed(&self) -> u64 {
         self.0.lock().as_ref().map_or(0, |kept| kept.missed)
     }

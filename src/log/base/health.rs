@@ -1,5 +1,5 @@
-//! Whether a drive takes puts, or answers reads: after errors in a row it is left alone for a
-//! while, then tried again.
+//! Whether a drive is to be used: after errors in a row it is left alone for a while, then tried
+//! again. Each drive has one of these for its puts and one for its reads.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use crate::error::{ErrorKind, Result};
 
 /// Errors in a row after which a drive is left alone.
 const LIMIT: u32 = 4;
-/// Errors further apart are not in a row, even if no success between them was reported.
+/// Errors further apart than this are not in a row, even if no success was reported between them.
 const ROW: Duration = Duration::from_secs(120);
 
 /// One drive's health.
@@ -57,7 +57,7 @@ impl DriveHealth {
         }
     }
 
-    /// Whether it may be used. Once the pause is over, the next error begins another one.
+    /// Whether it may be used. Once the pause is over, one more error in the row begins another.
     pub(in crate::log) fn is_good(&self) -> bool {
         self.state.lock().alone_until.is_none_or(|until| Instant::now() >= until)
     }

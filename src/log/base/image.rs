@@ -1,6 +1,6 @@
-//! An index.kv written by one who has not opened the cache: `fsck rebuild`.
+//! Writing a whole index.kv without opening the cache, for `fsck rebuild`.
 //!
-//! Everything is written as sealed segments, so that the next opener has nothing to settle. The
+//! All segments are written as sealed or free, so that nothing is left for recovery to seal. The
 //! superblocks come last, behind a flush: before them nothing of the file counts.
 
 use std::fs::File;
@@ -12,7 +12,7 @@ use crate::format::record::Record;
 use crate::format::sealed::{RegionHeader, RegionLayout, RegionState, encode_region};
 use crate::format::superblock::Superblock;
 
-/// A segment as its region is to describe it.
+/// A segment, to be described by its region.
 #[derive(Clone, Debug)]
 pub(in crate::log) struct SegmentImage {
     pub(in crate::log) number: u32,
@@ -47,7 +47,7 @@ pub(in crate::log) fn write_index(file: &File, superblock: &Superblock, segments
         file.write_all_at(&bytes, offset).map_err(failed)?;
     }
     file.sync_all().map_err(failed)?;
-    // Both pages, so that losing one of them costs nothing.
+    // Both pages, so that the loss of one costs nothing.
     for (page, generation) in [superblock.generation & !1, superblock.generation | 1].into_iter().enumerate() {
         let bytes = Superblock { generation, ..superblock.clone() }.encode();
         file.write_all_at(&bytes, (page * PAGE_BYTES) as u64).map_err(failed)?;

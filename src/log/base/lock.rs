@@ -1,9 +1,9 @@
 //! Locks of files, given back the moment they are dropped.
 //!
 //! The kernel keeps such a lock until the last descriptor of the open file is closed, and a child
-//! that this process forks has a copy of each: until it executes another program, or for as long as
-//! it lives. So a lock is given back by name before the file is closed. The child itself, in which
-//! nothing of the cache may be used, gives nothing back that is its parent's.
+//! that this process forks has a copy of each descriptor until it executes another program or ends.
+//! So the file is unlocked before it is closed. A forked child must not unlock: the lock is its
+//! parent's.
 
 use std::borrow::Borrow;
 use std::fs::{File, TryLockError};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::paths;
 use crate::error::{Error, ErrorKind, Result};
 
-/// How often a lock that another has is tried again.
+/// Pause between two tries to take a lock.
 const AGAIN: Duration = Duration::from_millis(1);
 
 /// The exclusive lock of a file, for as long as this is held.
@@ -61,9 +61,10 @@ impl<F: Borrow<File>> Drop for FileLock<F> {
     }
 }
 
-/// Whether another has the file's lock; `false` also where that cannot be found out.
+/// Whether somebody holds the file's lock; `false` also where that cannot be found out.
 pub(in crate::log) fn is_taken(file: &File) -> bool {
-    // A shared lock, and only for a moment: who opens just now finds the lock taken.
+    // For a moment this takes a shared lock: a process that opens the cache just then finds the
+    // lock taken.
     match file.try_lock_shared() {
         Ok(()) => drop(file.unlock()),
         Err(TryLockError::WouldBlock) => return true,

@@ -55,9 +55,9 @@ pub struct LogOptions {
     /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive;
     /// `None` for no limit.
     pub tenant_bytes: Option<u64>,
-    /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at most 1 GiB, at
-    /// least four chunks where eight such segments fit, else at least one. Counts when a lane is
-    /// made.
+    /// Bytes of a segment, rounded up to 64 KiB, at least one chunk; `None` for 1/64 of the
+    /// capacity, at most 1 GiB, but at least four chunks or 1/8 of the capacity, whichever is less.
+    /// Counts when a lane is made.
     pub segment_bytes: Option<u64>,
     /// What goes first when room is needed.
     pub policy: Reclaim,
@@ -87,8 +87,8 @@ pub struct LogOptions {
     pub io_timeout: Duration,
     /// Makes the drives' queues; `None` for [`io::open_drive`].
     pub drive_factory: Option<DriveFactory>,
-    /// Whether somebody waits for what is being read, for work that can wait; `None` to judge by
-    /// the reads in flight.
+    /// Whether loads are under way, for work that should wait for a pause; `None` to judge by the
+    /// reads in flight.
     pub is_loading: Option<IsLoading>,
     /// Time.
     pub clock: Arc<dyn Clock>,
@@ -108,8 +108,8 @@ impl LogOptions {
         self.drives.get(number).copied().unwrap_or_default()
     }
 
-    /// Settings for one drive at `dir`: read and write, 64 GiB, everything else as documented
-    /// defaults.
+    /// Settings for one drive at `dir`: read and write, 64 GiB. The other values are not always the
+    /// documented defaults of a server, which [`of_settings`](Self::of_settings) takes.
     #[must_use]
     pub fn new(dir: impl Into<PathBuf>, geometry: Arc<Geometry>) -> Self {
         Self {

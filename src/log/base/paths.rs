@@ -14,9 +14,9 @@ use crate::io::{DirectFile, FileOptions};
 pub(in crate::log) const BUDGET: &str = "BUDGET";
 pub(in crate::log) const SHARD_LOCK: &str = "SHARD";
 pub(in crate::log) const SHARD_SHM: &str = "shard.shm";
-/// Up to which sequence nothing is served.
+/// The floors of the shard: sequences up to which nothing is served.
 pub(in crate::log) const FLOORS: &str = "FLOORS";
-/// What a chunk of the shard is, and the next one before it has its name.
+/// What a chunk of the shard is; the second name is that of a new file before its rename.
 pub(in crate::log) const GEOMETRY: &str = "geometry.json";
 pub(in crate::log) const GEOMETRY_NEW: &str = "geometry.json.new";
 pub(in crate::log) const LANE_LOCK: &str = "LOCK";
@@ -24,14 +24,14 @@ pub(in crate::log) const LANE_SHM: &str = "lane.shm";
 pub(in crate::log) const TABLE_SHM: &str = "table.shm";
 pub(in crate::log) const INDEX: &str = "index.kv";
 pub(in crate::log) const DATA: &str = "data.kv";
-/// What the policy has learned, and the next one before it has its name.
+/// What the policy has learned; likewise.
 pub(in crate::log) const POLICY: &str = "policy.state";
 pub(in crate::log) const POLICY_NEW: &str = "policy.state.new";
-/// What `fsck rebuild` keeps of a damaged index, and the new one before it has its name.
+/// The old index that `fsck rebuild` keeps, and the new one before its rename.
 pub(in crate::log) const INDEX_BACKUP: &str = "index.kv.bak";
 pub(in crate::log) const INDEX_NEW: &str = "index.kv.new";
 
-/// Everything that a lane directory may hold.
+/// The files of a lane directory; its lock comes last, for those who delete them in this order.
 pub(in crate::log) const LANE_FILES: [&str; 9] =
     [TABLE_SHM, LANE_SHM, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, POLICY, POLICY_NEW, LANE_LOCK];
 
@@ -74,7 +74,8 @@ pub(in crate::log) fn subdirs(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(found)
 }
 
-/// Whether there is something of that name, a symlink that leads nowhere included.
+/// Whether something has that name, if only a symlink that leads nowhere; `true` also where that
+/// cannot be found out.
 pub(in crate::log) fn is_there(path: &Path) -> bool {
     crate::io::file_len(path).is_some()
         || !fs::symlink_metadata(path).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)
@@ -111,7 +112,7 @@ pub(in crate::log) fn sync_dir(dir: &Path) -> Result<()> {
     synced.map_err(|e| Error::io("cannot flush a directory of the cache", e).at(dir))
 }
 
-/// Opens a small file for reading and writing, made with mode 0600 where it is missing.
+/// Opens a small file for reading and writing; with `create` a missing one is made, with mode 0600.
 pub(in crate::log) fn open_small(path: &Path, create: bool) -> Result<File> {
     let mut options = File::options();
     options.read(true).write(true).create(create).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);

@@ -9,15 +9,15 @@ use crate::format::sealed::{self, RegionLayout};
 use crate::format::superblock::Superblock;
 
 const GIB: u64 = 1 << 30;
-/// Segments are counted in pages with 24 bits.
+/// Half of what 24 bits can say in pages: slots are placed in their segments with 24 bits.
 const MAX_SEGMENT_BYTES: u64 = (1 << 24) * PAGE_BYTES as u64 / 2;
-/// Slots per segment are assumed to be no smaller on average than this: more records than that seal
-/// a segment early.
+/// A region has room for a record per this many bytes of its segment: where slots are smaller on
+/// average, the segment is sealed before it is full.
 const RECORD_PER_BYTES: u64 = 16 << 10;
 const MAX_RECORDS: u64 = 1 << 16;
 const MAX_RING_PAGES: u64 = 8192;
 const MIN_RING_PAGES: u64 = 128;
-/// One is written, one is ready for the next chunk, and one is given up while another is served.
+/// One is written, one is ready, one is being given up and one is served.
 const LEAST_SEGMENTS: u64 = 4;
 
 /// Sizes of a lane's parts.
@@ -68,8 +68,8 @@ impl Sizes {
         Self { ring_pages, regions_offset, ..self }
     }
 
-    /// Sizes for a lane whose segments hold up to `slots` slots, where capacity and geometry are
-    /// not known.
+    /// Sizes for a lane whose segments hold up to `slots` slots, for tools that know neither
+    /// capacity nor geometry.
     pub(in crate::log) fn of_segments(segment_bytes: u64, slots: u64) -> Self {
         Self::of(segment_bytes, slots, MAX_RING_PAGES)
     }
@@ -88,23 +88,23 @@ impl Sizes {
     }
 }
 
-/// Segments in use for each that the capacity has room for, where single chunks are given up:
-/// above, the emptiest are reclaimed.
+/// Where chunks are evicted singly, a lane may have this many segments for each that fits the
+/// capacity. Above that the emptiest are reclaimed.
 const MOST_SEGMENTS: u64 = 8;
-/// Of the capacity, the part that the regions of so many may take: one of so many.
+/// All regions together may take one part in this many of the capacity.
 const REGIONS_SHARE: u64 = 64;
 
-/// Bytes that the region of a sealed segment with chunks of `slot_bytes` keeps: some of them are
-/// smaller.
+/// Bytes on the drive that the region of a sealed segment with chunks of `slot_bytes` keeps. Some
+/// chunks are smaller, so there may be half as many records again.
 pub(in crate::log) fn region_kept(sb: &Superblock, slot_bytes: u64) -> u64 {
     let records = sb.segment_bytes / slot_bytes.max(1) * 3 / 2 + 16;
     (sealed::region_bytes(records as usize) as u64).next_multiple_of(PAGE_BYTES as u64).min(sb.region_bytes)
 }
 
-/// Length of data.kv that file systems take: holes count.
+/// Most bytes of data.kv, holes included: file systems limit the length of a file.
 const MOST_FILE_BYTES: u64 = 8 << 40;
 
-/// Segments that a lane should have at most while what is in them is given up chunk by chunk.
+/// Segments that a lane should have at most while its chunks are evicted singly.
 pub(in crate::log) fn most_segments(capacity_bytes: u64, sb: &Superblock, slot_bytes: u64) -> u64 {
     let full = (capacity_bytes / sb.segment_bytes.max(1)).max(4);
     let regions = capacity_bytes / REGIONS_SHARE / region_kept(sb, slot_bytes).max(1);

@@ -32,8 +32,8 @@ pub struct LogStats {
     pub puts_aborted: u64,
     /// Chunks whose KV did not fit the codec, and that were begun again without one.
     pub codec_misfits: u64,
-    /// Puts of what was stored already, or was stored by another process meanwhile: nothing was
-    /// kept of them.
+    /// Puts of a key that was stored already, was being stored, or was stored by another process
+    /// meanwhile: nothing of them was kept.
     pub already_there: u64,
     /// Payload bytes of chunks that the admission policy did not want.
     pub policy_refused_bytes: u64,
@@ -43,7 +43,7 @@ pub struct LogStats {
     pub admission_names: u64,
     /// Payload and header bytes of published slots.
     pub data_bytes_written: u64,
-    /// Bytes written to index.kv.
+    /// Bytes written to index.kv, but for superblocks.
     pub journal_bytes_written: u64,
     /// Bytes written of what the policy has learned, for the next start.
     pub policy_bytes_written: u64,
@@ -51,13 +51,13 @@ pub struct LogStats {
     pub journal_pages: u64,
     /// Segments sealed.
     pub sealed: u64,
-    /// Segments given up to be used again.
+    /// Segments freed by reclaim.
     pub reclaimed: u64,
     /// Chunks dropped by reclaim.
     pub evicted: u64,
-    /// Of these, chunks given up singly, as holes in their segments.
+    /// Of these, chunks evicted singly, as holes in their segments.
     pub hole_evicted: u64,
-    /// Of those, the chunks that went because their tenant was at its quota.
+    /// Of `hole_evicted`, chunks evicted because their tenant was at its quota.
     pub quota_evicted: u64,
     /// Chunks that reclaim wrote again.
     pub moved: u64,

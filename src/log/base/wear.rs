@@ -2,8 +2,8 @@
 //!
 //! What counts is what the drive's write queue has written: slots, journal, what reclaim moves. A
 //! put is charged when it begins; other writes when they are seen. The allowance grows with the
-//! boot clock, up to a day's, and starts at an hour's; writes that are not puts may take it below
-//! nothing, and puts wait until it has recovered. Nothing else ever waits for it.
+//! boot clock, up to a day's, and starts at an hour's. Writes that are not puts may take it below
+//! zero; puts are refused until it has recovered. Nothing else depends on it.
 
 use parking_lot::Mutex;
 
@@ -17,7 +17,7 @@ const DAY_NS: f64 = SPAN_NS as f64 * DAY as f64;
 /// What was written to a drive, as drive writes per day.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WearStats {
-    /// Bytes of the drive that a drive write is.
+    /// Bytes of one drive write: the drive's size.
     pub drive_bytes: u64,
     /// Bytes that this process has written since it opened the cache.
     pub written_bytes: u64,
@@ -49,7 +49,7 @@ struct WearState {
     /// Bytes of puts that were charged and are not yet seen in the queue.
     expected_bytes: u64,
     allowance: f64,
-    /// Bytes by span; span `n` is at `n % DAY`, the one at work included.
+    /// Bytes by span; span `n` is at `n % DAY`, the current one included.
     history: Vec<u64>,
     span: u64,
 }
@@ -87,7 +87,7 @@ impl Wear {
         true
     }
 
-    /// A put that was charged is not going to happen.
+    /// A put that was charged will not be written.
     pub(in crate::log) fn refund(&self, bytes: u64) {
         if self.dwpd.is_some() {
             let mut state = self.state.lock();

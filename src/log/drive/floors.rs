@@ -1,8 +1,8 @@
-//! Floors: what must not come back as a whole. The file `FLOORS` of a shard, and its image in the
-//! page that processes share.
+//! Floors, which remove everything or a tenant: the file `FLOORS` of a shard, and its image in the
+//! shard's page, from which lookups read it.
 //!
-//! A floor is durable before anybody sees it, so that what is hidden once stays hidden. The file is
-//! written under the shard's lock.
+//! Invariant: a floor is durable before any process sees it, so that what it hides stays hidden.
+//! The file is written under the shard's lock.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::index::SharedShard;
 use crate::io::{AlignedBuf, DirectFile, FileOptions};
 use crate::log::base::paths;
 
-/// What lies below a floor.
+/// What a floor removes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// Everything stored so far.
@@ -29,9 +29,9 @@ pub(in crate::log) fn read(shard_dir: &Path) -> Result<Floors> {
     open(shard_dir)?.map_or_else(|| Ok(Floors::default()), |file| decode(&file))
 }
 
-/// The same once both copies hold it durably: a call that has failed may have written one, which a
-/// power cut takes back or a turned bit makes unreadable, and removals leave alone what lies below
-/// a floor. The caller holds the shard's lock.
+/// As [`read`], and makes both copies equal and durable. A call that failed may have written only
+/// one, which a power cut may undo or a flipped bit damage. Such a floor must not be relied on:
+/// removals leave alone what lies below a floor. The caller holds the shard's lock.
 ///
 /// # Errors
 /// As [`read`]; those of writing.
@@ -56,7 +56,7 @@ fn decode(file: &DirectFile) -> Result<Floors> {
     let mut bytes = AlignedBuf::zeroed(2 * FLOORS_BYTES)?;
     let there = file.len()?.min(bytes.len() as u64) as usize / crate::format::PAGE_BYTES * crate::format::PAGE_BYTES;
     if there == 0 {
-        // Made, and never written: no call has returned.
+        // The file was made and never written: no call that raises a floor has returned.
         return Ok(Floors::default());
     }
     file.read_at(bytes.get_mut(..there).unwrap_or_default(), 0)?;
@@ -71,11 +71,11 @@ fn decode(file: &DirectFile) -> Result<Floors> {
     })
 }
 
-/// Writes the floors, both copies one after the other, each durable before the next. A copy that
-/// is there already is not written again: it may be the only one.
+/// Writes both copies of the floors, the first durably before the second. A copy that already says
+/// the same is not written again: it may be the only intact one.
 ///
 /// # Errors
-/// Those of writing: then the floors may be the old or the new ones after a crash.
+/// Those of reading and writing: then the floors may be the old or the new ones after a crash.
 pub(in crate::log) fn write(shard_dir: &Path, floors: &Floors) -> Result<()> {
     let path = shard_dir.join(paths::FLOORS);
     let file = DirectFile::open(&path, FileOptions::create())?;
@@ -99,9 +99,9 @@ fn flush(file: &DirectFile) -> Result<()> {
     file.sync_data()
 }
 
-/// Raises a floor to `sequence`, durably, then in the page, where there is one. The caller holds
-/// the shard's lock. A floor of everything, which lies above all others, also takes the place of
-/// floors of which no copy is intact.
+/// Raises a floor to `sequence`, durably, and then in the page, where there is one. Where no copy
+/// of the floors is intact, only a floor of everything can be raised, and replaces them. The caller
+/// holds the shard's lock.
 ///
 /// # Errors
 /// `Busy` where too many tenants have a floor; those of writing.
@@ -127,11 +127,11 @@ pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&SharedShard>, what: 
     Ok(())
 }
 
-/// Drops the floors of tenants, whose slots are unreadable durably. The caller holds the shard's
-/// lock.
+/// Drops the floors of tenants. The caller holds the shard's lock, and has seen that the tenants'
+/// slots are unreadable durably.
 ///
 /// # Errors
-/// Those of writing.
+/// Those of reading and writing.
 pub(in crate::log) fn drop_tenants(shard_dir: &Path, page: &SharedShard) -> Result<()> {
     let mut floors = read(shard_dir)?;
     floors.tenants.clear();

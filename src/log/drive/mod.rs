@@ -2,6 +2,11 @@
 //!
 //! All lanes of the shard are read; of those whose lock this process has, one is its own. The set
 //! of lanes changes rarely: it is replaced as a whole, so that lookups only copy a pointer.
+//!
+//! * this file: [`Volume`], which opens a drive, finds its lanes and adopts orphaned ones;
+//! * `floors`: the file `FLOORS`, and its image in the shard's page;
+//! * `quota`: how much of the drive one tenant may take;
+//! * `waiting`: waiting for a free segment.
 
 pub(super) mod floors;
 mod quota;
@@ -50,7 +55,7 @@ impl Lanes {
     }
 }
 
-/// Work of the maintenance thread.
+/// Work of the maintenance thread that a call does itself in a log without threads.
 #[derive(Clone, Copy)]
 pub(super) struct Helpers {
     /// Makes a segment ready.
@@ -72,7 +77,7 @@ pub(super) struct Volume {
     pub(super) wear: Wear,
     /// What each tenant may take; `None` without a limit.
     pub(super) quota: Option<Arc<Quota>>,
-    /// Of reads: whether they come back at all.
+    /// Health for reads: while it is bad nothing on the drive is found. `health` is for puts.
     pub(super) answers: DriveHealth,
     pub(super) shard: Arc<SharedShard>,
     lanes: RwLock<Arc<Lanes>>,
@@ -80,7 +85,6 @@ pub(super) struct Volume {
     draining: AtomicBool,
     scanning: Mutex<()>,
     pub(super) policy: PolicyFile,
-    /// Work of the maintenance thread that a call does itself in a log without threads.
     pub(super) helpers: Helpers,
     lost: AtomicBool,
     /// Rounds that the maintenance thread has ended.
@@ -113,7 +117,7 @@ impl Volume {
         let capacity_bytes = drive.capacity_bytes.unwrap_or(options.capacity_bytes);
         let limits = (capacity_bytes, drive.min_free_bytes.unwrap_or(options.min_free_bytes));
         let budget = Arc::new(Budget::open(root, limits, options.clock.unix_ms(), options.io_timeout)?);
-        // Else a capacity that was mistyped empties the cache without a word.
+        // A mistyped capacity must not empty the cache without a word.
         budget.excess().iter().for_each(|told| tracing::warn!("{told}"));
         let namespace = paths::make_dir(root, &options.geometry.fingerprint().dir_name(), options.dir_mode)?;
         let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name(), options.dir_mode)?;
@@ -163,7 +167,7 @@ impl Volume {
                     volume.note(summary);
                     lanes.all.push(lane);
                 }
-                // A lane that is just being made.
+                // The lane is just being made.
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
                 Err(e) => return Err(e),
             }
@@ -225,8 +229,8 @@ impl Volume {
         Surroundings { ctx: Arc::clone(&self.ctx), drive: self.id, io: self.io.clone(), budget: self.budget.clone() }
     }
 
-    /// At open, under the shard's lock: takes or makes the own lane, adopts orphans, attaches to
-    /// the others.
+    /// When the drive is opened, under the shard's lock: takes or makes the own lane, adopts
+    /// orphaned ones, attaches to the others.
     fn take_lanes(&self) -> Result<Lanes> {
         let around = self.surroundings();
         let mut free: Vec<(LaneCandidate, LaneFiles)> = Vec::new();
@@ -294,8 +298,7 @@ impl Volume {
         Ok((LaneCandidate { number, dir, lock: Some(lock) }, files))
     }
 
-    /// The lanes as they are now. A lane that another process has opened since is attached to
-    /// first.
+    /// The lanes as they are now, with those that other processes have opened since the last call.
     pub(super) fn lanes(&self) -> Arc<Lanes> {
         let generation = self.shard.lane_generation();
         if generation != self.seen_lanes.load(Ordering::Acquire) && !self.ctx.is_closed() {
@@ -310,8 +313,8 @@ impl Volume {
 
     /// Attaches to lanes that appeared, drops those that disappeared.
     fn look_for_lanes(&self, generation: u64) {
-        // Waited for: whoever looks up after another process has removed something must see the
-        // lane that says so.
+        // A look that is under way is waited for, so that the caller sees the lanes of
+        // `generation`.
         let _one = self.scanning.lock();
         if self.seen_lanes.load(Ordering::Acquire) == generation {
             return;
@@ -321,7 +324,8 @@ impl Volume {
         let numbers: HashSet<u32> = there.iter().map(|(n, _)| *n).collect();
         let mut lanes = Lanes { own: before.own.clone(), all: Vec::new() };
         let stays = |l: &&Arc<Lane>| l.is_held() || (numbers.contains(&l.number) && l.is_still_there());
-        // What was read into memory may have a writer, and a table, by now.
+        // A lane that was read into memory may have a writer and a shared table by now: it is
+        // attached to anew.
         lanes.all.extend(before.all.iter().filter(stays).filter(|l| l.is_held() || l.shared().is_some()).cloned());
         let known: HashSet<u32> = lanes.all.iter().map(|l| l.number).collect();
         for (number, dir) in there.into_iter().filter(|(n, _)| !known.contains(n)) {
@@ -370,7 +374,7 @@ impl Volume {
         self.shard.bump_lanes();
     }
 
-    /// Forgets a lane, as after its removal.
+    /// Forgets a lane that is being removed.
     pub(super) fn forget(&self, number: u32) {
         let _one = self.scanning.lock();
         let before = Arc::clone(&self.lanes.read());
@@ -397,8 +401,8 @@ impl Volume {
         shows(&self.shard, entry, &self.ctx)
     }
 
-    /// Whether the slot of an entry is still to be made unreadable because its tenant was removed:
-    /// then that floor is dropped.
+    /// Whether an entry lies below its tenant's floor only: its slot is to be made unreadable
+    /// before that floor is dropped.
     pub(super) fn is_tenant_removed(&self, entry: &Entry) -> bool {
         entry.kind == EntryKind::Chunk && entry.seq > self.shard.floor() && !is_above_floor(&self.shard, entry)
     }
@@ -441,12 +445,12 @@ impl Volume {
         Err(e.advice("mount the file system again, and restart the processes that use the cache"))
     }
 
-    /// Whether it is being drained, as far as known; the maintenance thread looks.
+    /// Whether the drive was being drained when the maintenance thread last looked.
     pub(super) fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Looks whether somebody drains the drive.
+    /// Looks whether the drive is being drained.
     pub(super) fn note_draining(&self) {
         let set = self.ctx.options.drive(self.number).drain;
         let draining = set || self.budget.as_ref().is_some_and(|b| b.is_draining());
@@ -455,7 +459,7 @@ impl Volume {
 
     /// Asks the maintenance thread to look for room.
     pub(super) fn wake(&self) {
-        // One that is awake already needs no second call.
+        // A full channel means that it has been asked already.
         let _ = self.waker.0.try_send(());
     }
 }
@@ -469,17 +473,18 @@ impl std::fmt::Debug for Volume {
 /// Whether an entry lies above its floor and has not expired by now.
 pub(super) fn shows(shard: &SharedShard, entry: &Entry, ctx: &Ctx) -> bool {
     let expiry = u64::from(entry.expiry_s);
-    // Lookups ask for every key: that must not read the clock where nothing expires.
+    // Lookups call this for every key: the clock is read only for what expires.
     is_above_floor(shard, entry) && (expiry == 0 || expiry > ctx.now_s())
 }
 
 fn is_above_floor(shard: &SharedShard, entry: &Entry) -> bool {
-    // Only chunks have a tenant: objects say something else in its place.
+    // Objects use the tenant's field for something else.
     let tenant = (entry.kind == EntryKind::Chunk).then_some(entry.tenant);
     shard.is_above_floor(tenant, entry.seq)
 }
 
-/// Attaches to the shard page, or makes it where this boot has none. Under the shard's lock.
+/// Attaches to the shard page, or makes it where this boot has none. The caller holds the shard's
+/// lock.
 fn open_shard(ctx: &Ctx, shard_dir: &Path) -> Result<SharedShard> {
     let path = shard_dir.join(paths::SHARD_SHM);
     if let Ok(file) = paths::open_small(&path, false)

@@ -1,12 +1,12 @@
-//! How much of a drive one tenant may take: the bound. Room is made by `reclaim/quota.rs`.
+//! The bound on what one tenant may take of a drive. `reclaim/quota.rs` makes room below it.
 //!
-//! A tenant is a cache salt, or all objects of a namespace. A chunk that is stored without a salt is
-//! nobody's and has no quota.
+//! A tenant is a cache salt, or all objects of a namespace. A chunk that is stored without a salt
+//! has no tenant and no quota.
 //!
-//! What each tenant takes of the lanes that this process holds is known exactly; those of other
-//! processes are counted in every scan. A put that would go beyond the quota is refused, so that
-//! the bound is a hard one for one process, and nearly so for several: they see each other's stores
-//! with the next count.
+//! What tenants take of the lanes that this process holds is known exactly; lanes of other
+//! processes are counted in every scan. A put that would go beyond the quota is refused. So one
+//! process never exceeds the bound; several may exceed it a little, since they see each other's
+//! stores only with the next count.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::Volume;
 use crate::log::lane::{Lane, slot_bytes, tenant_of};
 
-/// Of a quota, the part that is kept free for what comes next: one of so many.
+/// One part in this many of a quota is kept free for the next puts.
 const KEPT_FREE: u64 = 16;
 
 /// What tenants take of one drive.
@@ -29,9 +29,9 @@ pub(in crate::log) struct Quota {
 
 #[derive(Debug, Default)]
 struct Taken {
-    /// Of lanes that others hold, as of the last count.
+    /// Bytes by tenant in lanes that others hold, as of the last count.
     foreign: HashMap<u64, u64>,
-    /// Being stored by this process.
+    /// Bytes by tenant of puts of this process that are under way.
     claimed: HashMap<u64, u64>,
     /// Bytes of the largest slot that was refused since room was last made.
     refused: HashMap<u64, u64>,
@@ -44,8 +44,8 @@ impl Quota {
 
     /// A claim on the room of one slot; `None` where the tenant has no room left.
     pub(in crate::log) fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<QuotaClaim> {
-        // Before the lanes' locks: a claim ends after its put is in the table, and without the
-        // lane's lock.
+        // This lock comes before the lanes' locks. A claim is dropped after its put has entered the
+        // table, when no lane's lock is held.
         let mut taken = self.taken.lock();
         let others: u64 = [&taken.claimed, &taken.foreign].iter().filter_map(|map| map.get(&tenant)).sum();
         if others.saturating_add(held_by(volume, tenant)).saturating_add(bytes) > self.limit {
@@ -75,13 +75,12 @@ impl Quota {
         self.limit
     }
 
-    /// Room is being made: who was refused asks again.
+    /// Forgets refusals, as room is being made: a put that is refused from now on counts anew.
     pub(in crate::log) fn forget_refused(&self) {
         self.taken.lock().refused.clear();
     }
 
-    /// Tenants with too little room for what they bring next, and the bytes that they are to give
-    /// up.
+    /// Tenants with too little room left, and the bytes that they are to give up.
     pub(in crate::log) fn excess(&self, volume: &Volume) -> Vec<(u64, u64)> {
         let mut all: BTreeMap<u64, u64> = BTreeMap::new();
         for lane in volume.lanes().held() {
@@ -96,7 +95,7 @@ impl Quota {
             let asked = taken.refused.get(&tenant).copied();
             let free = (self.limit / KEPT_FREE).max(asked.unwrap_or(0)).min(self.limit);
             let over = bytes.saturating_sub(self.limit - free);
-            // Not for every chunk anew, unless one was refused.
+            // Room is made for several chunks at a time, unless a put was refused.
             (over > free / 2 || (over > 0 && asked.is_some())).then_some((tenant, over))
         };
         all.into_iter().filter_map(over).collect()

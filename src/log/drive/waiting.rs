@@ -1,4 +1,4 @@
-//! Waiting for room: until the maintenance thread has made a segment ready.
+//! Waiting until the maintenance thread has made a segment ready.
 
 use std::time::{Duration, Instant};
 
@@ -8,26 +8,26 @@ use super::Volume;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::lane::{Lane, LaneState};
 
-/// How often who waits looks.
+/// Longest time between two looks for a segment.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// One who waits for a free segment.
+/// A call that waits for a free segment.
 pub(in crate::log) struct Waiting {
-    /// `None` for who does not wait.
+    /// `None` for a call that does not wait.
     deadline: Option<Instant>,
-    /// In a log without threads: the maintenance has been done for it.
+    /// In a log without threads: this call has done the maintenance itself.
     helped: bool,
+    /// Fewest refusals in a row that it has seen.
     refusals: u32,
 }
 
 impl Waiting {
-    /// Waits until the deadline; one without does not wait.
+    /// For a call that waits until `deadline`; without one it does not wait.
     pub(in crate::log) fn new(deadline: Option<Instant>) -> Self {
         Self { deadline, helped: false, refusals: u32::MAX }
     }
 
-    /// Waits for the maintenance thread, while the drive does not refuse a segment; `None` for who
-    /// does not wait.
+    /// Waits for the maintenance thread; `None` for a call that does not wait.
     ///
     /// # Errors
     /// `NoSpace` at the deadline; why the drive refuses a segment.
@@ -38,7 +38,7 @@ impl Waiting {
         mut state: MutexGuard<'a, LaneState>,
     ) -> Result<Option<MutexGuard<'a, LaneState>>> {
         let Some(deadline) = self.deadline else { return Ok(None) };
-        // The attempt that fails first may have begun earlier.
+        // The first refusal may be of an attempt that began before the wait: it takes two.
         let (refusals, refusal) = state.segments.refusals();
         self.refusals = self.refusals.min(refusals);
         if let Some((kind, why)) = refusal.filter(|_| refusals > self.refusals + 1) {

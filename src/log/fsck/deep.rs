@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// A slot that would not be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BadSlot {
-    /// The lane, as a place in the list given.
+    /// The lane: its place in the list that was checked.
     pub lane: usize,
     /// The key it is stored under.
     pub key: ChunkKey,
@@ -36,7 +36,7 @@ pub struct BadSlot {
     pub offset: u64,
     /// What is wrong with it.
     pub what: String,
-    /// Whether the drive was too slow to tell: the bytes may be right.
+    /// Whether a read timed out: the bytes may be right.
     pub late: bool,
 }
 
@@ -47,10 +47,10 @@ pub struct Deep {
     pub slots: u64,
     /// Payload bytes checked.
     pub bytes: u64,
-    /// Slots without a header: they were given up, or never reached the drive, and the index has
-    /// not learned of it.
+    /// Slots without a header: they were given up, or never reached the drive, and the index does
+    /// not say so.
     pub gone: Vec<BadSlot>,
-    /// Those that would not be served although they have a header.
+    /// Slots with a header that would not be served.
     pub bad: Vec<BadSlot>,
 }
 
@@ -65,8 +65,8 @@ pub fn deep(files: &[LaneDir], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn
     Ok(deep)
 }
 
-/// The same for some records, each with its lane's place in the list, of lanes that stay as they
-/// are meanwhile.
+/// The same for these records, each with its lane's place in the list, of lanes that no process
+/// changes meanwhile.
 pub(super) fn check(
     files: &[LaneDir],
     lanes: &[RawLane],
@@ -108,7 +108,8 @@ pub(super) fn check(
     Ok(deep)
 }
 
-/// A server may have reused a slot while it was read: what it no longer lists was no damage.
+/// Takes out bad slots that the lanes list no more: a server may have reused them while they were
+/// read, which is no damage.
 fn still_there(files: &[LaneDir], lanes: &[RawLane], now_s: u64, deep: &mut Deep) -> Result<()> {
     if deep.bad.is_empty() || !lanes.iter().any(|l| l.in_use) {
         return Ok(());
@@ -177,13 +178,13 @@ impl SlotCheck<'_> {
         Ok(header.layers.iter().map(|l| u64::from(l.len)).sum())
     }
 
-    /// The header lies behind a gap of less than 64 KiB, which the geometry gives; without it, it
-    /// is looked for.
+    /// Finds and reads the header. It lies behind a gap of less than 64 KiB, whose length follows
+    /// from the geometry, which is not known here.
     fn header(&self) -> Result<(SlotHeader, u32)> {
         let slot_bytes = self.record.pages as usize * PAGE_BYTES;
         let start = self.raw.slot_offset(self.record);
         if start + slot_bytes as u64 > self.file.len()? {
-            // As the recovery sees it, also where only padding is missing.
+            // As recovery judges it, even where only padding is missing.
             return bad("data.kv ends before the slot does");
         }
         let first = self.disk.read(self.file, start, slot_bytes.min(COARSE_BYTES))?;

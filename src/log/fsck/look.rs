@@ -1,5 +1,5 @@
 //! What only running processes and slot headers know of a lane: who writes it, what is leased, how
-//! old a chunk is. Nothing is locked and nothing is written; what cannot be read is not told.
+//! old a chunk is. Nothing is locked and nothing is written; what cannot be read is left out.
 
 use std::io::Read as _;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::log::base::{budget, ctx};
 /// A lane as its running processes share it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneActivity {
-    /// Process that writes it, or wrote it last, in its own PID namespace.
+    /// Process that writes it, or wrote it last: its id in its own PID namespace.
     pub writer_pid: u32,
     /// Segments that take puts.
     pub open: u64,
@@ -35,7 +35,7 @@ pub struct LaneActivity {
     pub live_chunks: u64,
 }
 
-/// What a slot's header tells beyond its record.
+/// What a slot's header says beyond its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Born {
     /// Unix milliseconds at which it was stored.
@@ -53,8 +53,8 @@ pub fn disk_bytes(cache_dir: &Path) -> Result<u64> {
 }
 
 impl LaneDir {
-    /// What the lane's processes of this boot share; `None` where there are none, or that may not
-    /// be read.
+    /// What the lane's processes share; `None` where there were none since the machine was booted,
+    /// or where that cannot be read.
     #[must_use]
     pub fn shared(&self) -> Option<LaneActivity> {
         let file = self.dir.open_file_in(LANE_SHM, &CacheFileOptions::default()).ok()?;
@@ -78,7 +78,7 @@ impl LaneDir {
         Some(shared)
     }
 
-    /// The process that took the lane's lock last, as it has written there.
+    /// The process that took the lane's lock last, as the lock file says.
     #[must_use]
     pub fn lock_pid(&self) -> Option<u32> {
         let file = self.dir.open_file_in(LANE_LOCK, &CacheFileOptions::default()).ok()?;

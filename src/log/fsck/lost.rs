@@ -1,5 +1,5 @@
-//! What of a cache directory is lost as a whole, and what can be done about it: lanes without their
-//! data, and a `BUDGET` file that keeps the cache from opening.
+//! Files that are lost as a whole, and what can be done about it: lanes without data.kv, and a
+//! damaged `BUDGET` file, which keeps the cache from opening.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -16,11 +16,11 @@ use crate::log::base::lock::{FileLock, ShardLock};
 use crate::log::base::{budget, ctx, paths};
 use crate::log::reclaim::delete;
 
-/// How long a lock that a running process takes for moments is waited for.
+/// Longest wait for a lock that running processes hold only for moments.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Why the `BUDGET` file of a cache directory keeps the cache from opening. `None` where it does
-/// not; one that is missing or empty is made by the next server.
+/// Why the `BUDGET` file of a cache directory keeps the cache from opening; `None` where it does
+/// not. A missing or empty one is made by the next server.
 ///
 /// # Errors
 /// Those of reading the file.
@@ -34,9 +34,9 @@ pub fn budget_damage(cache_dir: &Path) -> Result<Option<Error>> {
     }
 }
 
-/// Writes a damaged `BUDGET` file anew, with the drive's identity as its lanes tell it. In place
-/// and under its lock, so that running processes, which have it open, still share one lock.
-/// Whether the drive was being drained is forgotten.
+/// Writes a damaged `BUDGET` file anew, with the drive's identity that its lanes name. It is
+/// written in place and under its lock, so that running processes, which have it open, still share
+/// one lock. Whether the drive was being drained is forgotten.
 ///
 /// # Errors
 /// `Incompatible` for one of a newer version; `Corrupt` where it may be somebody else's: there is
@@ -45,7 +45,7 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
     let path = cache_dir.join(paths::BUDGET);
     let file = paths::open_small(&path, false)?;
     let lock = FileLock::wait(file, &path, PATIENCE)?;
-    // Somebody may have written it before the lock was had.
+    // Another process may have written it before the lock was taken.
     let Some(damage) = budget_damage(cache_dir)? else { return Ok(()) };
     if damage.kind() != ErrorKind::Corrupt {
         return Err(damage);
@@ -67,8 +67,8 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
 /// Removes a lane that [is lost](LaneDir::is_lost); how many bytes of the drive that gives back.
 ///
 /// # Errors
-/// `Locked` where a process writes the lane; `TimedOut` where the shard is not to be had; those of
-/// removing.
+/// `Locked` where a process writes the lane; `TimedOut` where a process keeps the shard's lock;
+/// `Busy` where the lane has data again; those of removing.
 pub fn remove_lost(files: &LaneDir) -> Result<u64> {
     let dir = files.path();
     let shard_dir = dir.parent().ok_or_else(|| Error::new(ErrorKind::Internal, "a lane without a shard").at(dir))?;
@@ -79,14 +79,14 @@ pub fn remove_lost(files: &LaneDir) -> Result<u64> {
     }
     let bytes = budget::allocated_below(dir)?;
     delete(dir)?;
-    // Whoever reads the shard has its table in mind.
+    // Processes that have attached to the lane drop it now.
     let page = paths::open_small(&shard_dir.join(paths::SHARD_SHM), false);
     let page = page.and_then(|file| SharedShard::attach(&file, ctx::boot_id()?, Access::ReadWrite));
     page.iter().for_each(SharedShard::bump_lanes);
     Ok(bytes)
 }
 
-/// What is said of a lane that a process writes.
+/// The error for a lane that a process writes.
 pub(super) fn in_use(files: &LaneDir) -> Error {
     Error::new(ErrorKind::Locked, "a process writes this lane")
         .at(files.path())

@@ -1,10 +1,16 @@
 //! Looking into a cache directory without opening it: which lanes there are, what their files hold,
 //! what is damaged.
 //!
-//! But for [`rebuild`] and [`repair`], which need lanes to themselves, it only reads, needs no
-//! geometry and leaves no lock held, and so works beside servers and on read-only mounts. What a
-//! server has stored in the last moments may be missing from the reports; reports say whether
-//! a lane was in use.
+//! What only looks writes nothing, needs no geometry and leaves no lock held, and so works beside
+//! servers and on read-only mounts. What a server has stored in the last moments may be missing
+//! from the reports; reports say whether a lane was in use. [`rebuild`], [`repair`],
+//! [`remove_lost`] and [`LaneDir::delete`] write, and need lanes that no process writes;
+//! [`repair_budget`] takes the lock of `BUDGET`.
+//!
+//! * `places`: finds the lanes below a cache directory; `raw`: reads a lane's index;
+//! * `look`: what running processes share, and what headers say; `deep`: checks every CRC;
+//! * `repair`: drops bad slots; `lost`: lanes without data, a damaged `BUDGET`;
+//! * `rebuild`: makes an index anew.
 
 mod deep;
 mod look;

@@ -29,7 +29,8 @@ impl LaneDir {
     /// Whether a process writes this lane now; `false` also where that cannot be found out.
     #[must_use]
     pub fn in_use(&self) -> bool {
-        // A server that opens just now may find the lane taken, and take another.
+        // The lock is taken for a moment: a server that opens the cache just then may take another
+        // lane.
         self.dir.open_file_in(LOCK, &CacheFileOptions::default()).is_ok_and(|file| is_taken(&file))
     }
 
@@ -48,7 +49,7 @@ impl LaneDir {
         FileLock::take(self.dir.open_file_in(LOCK, &create)?, self.path())
     }
 
-    /// Deletes the lane with all its bytes. For one whose lock is held by the caller.
+    /// Deletes the lane with all its files. The caller holds its lock.
     ///
     /// # Errors
     /// What removing files gives.

@@ -1,5 +1,5 @@
-//! A lane's index as it lies in the file: what counts of it, and what is damaged. The rules are
-//! those of recovery (`docs/format.md`, *What counts*), but nothing is made and nothing is written.
+//! A lane's index as it lies in the file: which records count, and what is damaged. The rules are
+//! those of recovery (`docs/format.md`, *What counts*), but nothing is written.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -44,15 +44,15 @@ pub struct Counts {
     pub open: u64,
     /// Puts among the records that count.
     pub puts: u64,
-    /// Those whose slots are gone, and which are not counted there.
+    /// Puts whose slots are listed as gone; not counted in `puts`.
     pub gone: u64,
     /// Length of index.kv and of data.kv in bytes.
     pub file_bytes: [u64; 2],
     /// Bytes of both that the file system has allocated.
     pub disk_bytes: u64,
-    /// Those of data.kv alone.
+    /// The same of data.kv alone.
     pub data_disk_bytes: u64,
-    /// Bytes of the slots whose puts count; what else data.kv takes is reserved for stores to come.
+    /// Bytes of the slots of `puts`. The rest of data.kv's space is reserved for stores to come.
     pub slot_bytes: u64,
 }
 
@@ -61,21 +61,21 @@ pub struct Counts {
 pub struct Kept {
     /// The epoch that counts.
     pub epoch: u32,
-    /// Whether it was given up; else it is sealed, or its records are in the journal.
+    /// Whether it is free; else it is sealed, or its records are in the journal.
     pub free: bool,
     /// When it was sealed or given up, in Unix milliseconds; 0 while its records are only in the
     /// journal.
     pub since_ms: u64,
 }
 
-/// A lane as its index tells.
+/// A lane as its index describes it.
 #[derive(Debug)]
 pub struct RawLane {
     /// The newer intact superblock.
     pub superblock: Superblock,
     /// Whether a process was writing the lane.
     pub in_use: bool,
-    /// Puts that count within this lane, in no order: those of slots that are not known to be gone.
+    /// Puts that count within this lane, in no order, without those whose slots are listed as gone.
     pub records: Vec<Record>,
     /// The floors of its shard.
     pub floors: Floors,
@@ -91,8 +91,9 @@ impl RawLane {
     /// Reads a lane's index.
     ///
     /// # Errors
-    /// `Corrupt` where neither superblock is intact, `Incompatible` where the lane is of a newer
-    /// version; I/O errors. Other damage is in the result.
+    /// `Corrupt` where neither superblock is intact, or the shard's floors are damaged;
+    /// `Incompatible` where the lane is of another version; I/O errors. Other damage is in the
+    /// result.
     pub fn read(files: &LaneDir) -> Result<Self> {
         let in_use = files.in_use();
         let index = files.dir.open_file_in(INDEX, &CacheFileOptions::default())?;
@@ -108,7 +109,8 @@ impl RawLane {
             damage,
         };
         lane.measure(files, &index)?;
-        // The ring first: what is sealed meanwhile is then found in its region.
+        // The ring first: records of a segment that is sealed meanwhile are then found in its
+        // region.
         let ring = lane.read_ring(&index)?;
         lane.read_regions(&index)?;
         lane.add_unsealed(ring);
@@ -207,7 +209,7 @@ impl RawLane {
             let wanted = (header.count as usize * RECORD_BYTES).min(region_bytes as usize - layout.records_at());
             body.resize(wanted, 0);
             let got = read_up_to(index, &mut body, at)?;
-            // A page that the file's end cuts off is not read by the recovery either.
+            // Recovery does not read a page that the file's end cuts off.
             let whole = (index_bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64).saturating_sub(at);
             let got = got.min(usize::try_from(whole).unwrap_or(usize::MAX));
             let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), header.count);
@@ -279,10 +281,10 @@ impl RawLane {
     }
 }
 
-/// What may be served, as far as the lanes of one shard say: of each key the last put of every lane
-/// that has one, if it lies above its floor and has not expired at `now_s` (Unix seconds). Gives
-/// the lane's place in the list with each. Several lanes may have a key, and one may have it twice,
-/// where it was moved; some of these slots may be gone.
+/// What may be served, as far as the indexes of one shard's lanes say: of each key the last put in
+/// each lane, if it lies above its floor and has not expired at `now_s` (Unix seconds), with the
+/// lane's place in the list. Several lanes may have a key; one lane may have it twice with one
+/// sequence, where it was moved. Some of these slots may be gone.
 #[must_use]
 pub fn listed(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
     let shown = |(i, lane): (usize, &RawLane)| -> Vec<(usize, Record)> {
@@ -314,7 +316,7 @@ fn superblock(files: &LaneDir, index: &File, damage: &mut Vec<Damage>) -> Result
     let (a, b) = pages.split_at(PAGE_BYTES);
     let newest = Superblock::newest(a, b).map_err(|e| e.at(files.file(INDEX)))?;
     for (i, page) in [a, b].into_iter().enumerate() {
-        // The second copy is written when the lane is opened again.
+        // A lane that was made and never opened again may have only one copy.
         let never = newest.generation == 1 && page.iter().all(|&b| b == 0);
         if let Err(e) = Superblock::decode(page)
             && !never

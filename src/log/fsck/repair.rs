@@ -1,10 +1,10 @@
-//! Dropping what a deep check finds bad, so that it is stored anew.
+//! Dropping slots that a deep check finds bad, so that their chunks are stored anew.
 //!
 //! A bad slot is made unreadable, that is flushed, and then the index records that the slot is
 //! gone: in the list of its segment's region, or, while that is not sealed, by a record in the
 //! journal. A crash in between leaves a slot without a header, which a lookup may promise and no
-//! load serves. It is done to lanes that no process writes: the table of one that is written is its
-//! writer's, which drops bad chunks itself when a load meets them.
+//! load serves. Only lanes that no process writes are repaired; a server drops bad chunks of its
+//! lane itself, when a load meets them.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -28,26 +28,27 @@ use crate::log::base::paths::{DATA, INDEX, TABLE_SHM};
 /// What was dropped from the lanes of a shard, or would be.
 #[derive(Clone, Debug, Default)]
 pub struct Repaired {
-    /// Slots read, and their bytes that were good.
+    /// Slots read.
     pub slots: u64,
-    /// Payload bytes of those that were good.
+    /// Payload bytes of the good ones.
     pub good_bytes: u64,
-    /// Chunks and objects dropped because their bytes are not those that were stored.
+    /// Slots dropped because they are damaged or cannot be read.
     pub dropped: Vec<BadSlot>,
     /// Their payload bytes.
     pub dropped_bytes: u64,
     /// Records dropped whose slots had no header any more: nothing was served of them.
     pub absent: u64,
-    /// Slots that the drive did not give in time. They stay: the bytes may be right.
+    /// Slots whose reads timed out. They stay: the bytes may be right.
     pub late: Vec<BadSlot>,
 }
 
-/// Drops every slot of a shard's lanes that a deep check finds bad or absent. `lanes` are all
-/// readable lanes of the shard, none of them with damage in its index.
+/// Drops every slot that a deep check finds bad or absent. `files` are all readable lanes of one
+/// shard, none of them with damage in its index. With `dry_run` nothing is locked or written.
 ///
 /// # Errors
-/// `Locked` where a process writes one of the lanes, unless nothing is to be written; `Corrupt`
-/// where a lane's index is damaged; those of reading and writing.
+/// `Locked` where a process writes one of the lanes, unless it is a dry run; `Corrupt` where a
+/// lane's index is damaged; `NoSpace` where the journal has no free page; those of reading and
+/// writing.
 pub fn repair(files: &[LaneDir], dry_run: bool, now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Repaired> {
     let mut done = Repaired::default();
     if dry_run {
@@ -59,7 +60,7 @@ pub fn repair(files: &[LaneDir], dry_run: bool, now_s: u64, progress: &(dyn Fn(u
     let take = |f: &LaneDir| f.lock()?.ok_or_else(|| in_use(f));
     let _locks: Vec<FileLock> = files.iter().map(take).collect::<Result<_>>()?;
     let mut checked: HashSet<(usize, u32, u32, u32)> = HashSet::new();
-    // Again for what comes to light behind a slot that was dropped: another copy of its key.
+    // Repeated: once a slot is dropped, an earlier slot of its key may be listed in its place.
     loop {
         let raw = read(files)?;
         let mut records = listed(&raw, now_s);
@@ -92,7 +93,7 @@ fn read(files: &[LaneDir]) -> Result<Vec<RawLane>> {
 }
 
 impl Repaired {
-    /// Counts what was found; where the slots lie that must go.
+    /// Counts what was found; the places of the slots to be dropped: lane and offset.
     fn note(&mut self, raw: &[RawLane], found: Deep) -> HashSet<(usize, u64)> {
         let (late, bad): (Vec<_>, Vec<_>) = found.bad.into_iter().partition(|b| b.late);
         let goes = bad.iter().chain(&found.gone).map(|b| (b.lane, b.offset)).collect();
@@ -148,7 +149,7 @@ impl<'a> LaneRepair<'a> {
         in_regions.iter().try_for_each(|(segment, pages)| self.list(*segment, pages))?;
         self.log(&in_journal)?;
         self.index.sync_all().map_err(|e| self.failed(e))?;
-        // It may still say that they are there.
+        // It may still have entries for these slots.
         match self.files.dir.remove_file_in(TABLE_SHM) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
             _ => {}
@@ -168,12 +169,12 @@ impl<'a> LaneRepair<'a> {
         if offset >= end || !is_within || data.punch_hole(offset, len).is_ok() {
             return Ok(());
         }
-        // Without holes: its header begins within so many bytes.
+        // No hole can be punched: zeros over the part in which the header begins.
         let zeros = len.min(COARSE_BYTES as u64).min(end - offset);
         data.write_at(&vec![0; zeros as usize], offset)
     }
 
-    /// Whether a segment's region holds what this use of it stored.
+    /// Whether the region of a segment is that of its use of this epoch, sealed.
     fn is_sealed(&mut self, segment: u32, epoch: u32) -> Result<bool> {
         let known = match self.sealed.get(&segment) {
             Some(known) => *known,
@@ -194,8 +195,8 @@ impl<'a> LaneRepair<'a> {
         self.raw.superblock.regions_offset + u64::from(segment) * self.raw.superblock.region_bytes
     }
 
-    /// Adds slots to the list of what is gone from a sealed segment. They are so durably, and come
-    /// before those listed already of which that is not known.
+    /// Adds slots to the list of slots that are gone from a sealed segment. They are unreadable
+    /// durably, so they come before the listed ones that are not known to be.
     fn list(&self, segment: u32, slots: &[u32]) -> Result<()> {
         let sb = &self.raw.superblock;
         let offset = self.region_offset(segment) + PAGE_BYTES as u64;
@@ -206,7 +207,7 @@ impl<'a> LaneRepair<'a> {
         let (mut settled, mut unsettled) = (Vec::new(), Vec::new());
         let is_its = |p: &GonePage| (p.lane, p.segment, p.epoch) == (sb.lane, segment, epoch);
         for page in bytes.chunks_exact(PAGE_BYTES).filter_map(GonePage::decode).filter(is_its) {
-            // What follows one that is not settled is not.
+            // Slots count as settled only up to the first one that is not.
             let count = if unsettled.is_empty() { (page.settled as usize).min(page.slots.len()) } else { 0 };
             let (first, rest) = page.slots.split_at(count);
             settled.extend_from_slice(first);
@@ -227,7 +228,7 @@ impl<'a> LaneRepair<'a> {
         self.index.write_all_at(&bytes, offset).map_err(|e| self.failed(e))
     }
 
-    /// Writes records to pages of the ring that nobody needs any more.
+    /// Writes records to pages of the ring whose records do not count any more.
     fn log(&mut self, records: &[Record]) -> Result<()> {
         if records.is_empty() {
             return Ok(());
@@ -244,13 +245,14 @@ impl<'a> LaneRepair<'a> {
             free.push(decoded.map_or(Ok(true), |page| self.is_over(&page))?);
         }
         let full = || {
-            Error::new(ErrorKind::NoSpace, "the journal has no page left for the eviction's record")
+            Error::new(ErrorKind::NoSpace, "the journal has no page left to record dropped slots")
                 .at(self.files.file(INDEX))
                 .advice("start a server and stop it, which seals what the journal holds, and repair again")
         };
         let mut bytes_at = Vec::new();
         for some in records.chunks(RECORDS_PER_PAGE) {
-            // A page's place is its number modulo the ring's length; numbers may be left out.
+            // A page's place is its number modulo the ring's length, so numbers are skipped to
+            // reach a free place.
             let is_free = |n: &u64| free.get((n % count) as usize) == Some(&true);
             let at = (number..number + count).find(is_free).ok_or_else(full)?;
             bytes_at.push((at % count, journal::encode(at, &self.raw.superblock.lane, some)));
@@ -266,7 +268,8 @@ impl<'a> LaneRepair<'a> {
         Ok(())
     }
 
-    /// Whether all that a page of the ring says is in regions, or was of earlier uses.
+    /// Whether every record of a page of the ring is in a region, or of an earlier use of its
+    /// segment.
     fn is_over(&mut self, page: &JournalPage) -> Result<bool> {
         if page.damaged > 0 {
             return Ok(false);

@@ -2,8 +2,11 @@
 //! table.
 //!
 //! Invariants: records go to fresh pages only; a page that holds a record of an unsealed segment is
-//! never overwritten; a flush is answered when every put that was committed before it is in a
+//! never overwritten; a flush succeeds only when every put that was committed before it is in a
 //! written page and both files are flushed.
+//!
+//! * this file: the thread, pages and flushes;
+//! * `seal`: sealing a full segment; the list of slots that are gone from a sealed one.
 
 mod seal;
 
@@ -20,11 +23,12 @@ use crate::format::PAGE_BYTES;
 use crate::format::journal::{self, RECORDS_PER_PAGE};
 use crate::io::AlignedBuf;
 
-/// How soon a request that the queue did not take, or a write that failed, is tried again.
+/// How soon work is tried again that found a full queue or a full ring.
 const RETRY: Duration = Duration::from_millis(2);
+/// How soon writes are tried again after one has failed.
 const RETRY_AFTER_ERROR: Duration = Duration::from_millis(100);
 
-/// What there is to do.
+/// The work that is due.
 #[derive(Clone, Copy, Debug, Default)]
 struct JournalWork {
     deferred: bool,
@@ -56,8 +60,8 @@ fn work_on(lane: &Arc<Lane>) {
     }
 }
 
-/// Does what there is to do now, without waiting, in a log without threads; records wait for a full
-/// page unless `hurry`. Whether there was anything.
+/// Does the work that is due, in a log without threads; records wait for a full page unless
+/// `hurry`. Whether there was any.
 pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
     let work = lane.state().map(|state| work_of(lane, &state, hurry)).unwrap_or_default();
     let some = work.is_some();
@@ -71,8 +75,9 @@ pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Progress {
     GoesOn,
-    /// Records wait for puts that keep the ring's oldest page, or for room for a seal. Nobody is
-    /// told: it ends by itself, as soon as they have ended.
+    /// Records wait for a page of the ring, whose oldest is kept by puts under way or by a segment
+    /// that cannot be closed yet, or for an earlier write to end. That ends by itself, and counts
+    /// as no error; only a flush that is waited for fails.
     RingIsFull,
 }
 
@@ -143,8 +148,8 @@ fn wait_for_work(lane: &Lane) -> Option<JournalWork> {
     }
 }
 
-/// Publishes what found the table full, or, where it could not grow, lets it wait until room has
-/// been made: only what has waited for as long as a transfer may take is shed.
+/// Publishes the puts that found the table full. Where it could not grow they go on waiting; those
+/// that have waited for as long as a transfer may take are shed.
 fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
     let waiting = lane.state().map(|mut state| state.puts.take_unpublished()).unwrap_or_default();
     let Err(e) = grown else { return waiting.into_iter().for_each(|put| put.publish()) };
@@ -158,8 +163,8 @@ fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
     }
 }
 
-/// Writes waiting records to fresh pages: all full ones, and the last one too where `partial` says
-/// so.
+/// Writes waiting records to fresh pages: full pages, and with `partial` also a last one that is
+/// not full.
 fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
     while let Some(batch) = take_batch(lane, partial)? {
         match write_batch(lane, &batch) {
@@ -238,7 +243,8 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
 
 fn trouble(lane: &Lane, e: &Error) {
     if e.kind() == ErrorKind::Busy {
-        // The ring is full. Whoever asked for a flush is told; the lane is as well as before.
+        // Nothing has failed: the ring or the queue is full, or an earlier write has not ended. A
+        // flush that is waited for gets the error.
         return;
     }
     lane.ctx.counters.write_errors.add(1);
@@ -271,8 +277,8 @@ pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     flush_records(lane, state, deadline)
 }
 
-/// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both
-/// may wait for.
+/// As [`flush`], but does not wait for puts, and may use the ring's last pages. For reclaim: puts
+/// and the ring may be waiting for the space that it frees.
 pub(super) fn flush_urgently(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.pending.set_urgent(true);
@@ -306,7 +312,7 @@ fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, LaneState>, 
     }
 }
 
-/// Waits until the open segment, which is closed, and all other full ones are sealed. For tests and
+/// Closes the open segment, and waits until it and all other full ones are sealed. For tests and
 /// tools.
 pub(super) fn seal_now(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;

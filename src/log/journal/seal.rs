@@ -1,5 +1,5 @@
-//! Sealing: a full segment's records move from the journal ring to its region of the sealed table;
-//! and the list of what is gone from a sealed segment.
+//! Sealing: a full segment's records move from the journal ring to its region of the sealed table.
+//! Also the list, in that region, of slots that are gone from a sealed segment.
 //!
 //! The order is the protocol: give back what no record names, flush the data, write the region,
 //! flush it, recycle the ring's pages. Each step is a function of its own, so that a test can leave
@@ -14,7 +14,7 @@ use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader, RegionLayout};
 use crate::index::{EntryKind, SegmentState};
 
-/// Records whose uses are read under one hold of the lane's lock.
+/// Records whose uses are read while the lane's lock is held once.
 const USES_AT_ONCE: usize = 256;
 
 /// How long a full segment waits for its puts: longer than any of their writes may take.
@@ -22,7 +22,7 @@ pub(super) fn patience(lane: &Lane) -> Duration {
     lane.ctx.options.io_timeout * 2 + Duration::from_secs(1)
 }
 
-/// Seals every full segment whose puts have ended.
+/// Seals every full segment whose puts have ended, or have been waited for long enough.
 pub(in crate::log) fn seal_full(lane: &Lane) -> Result<()> {
     loop {
         let Some(segment) = lane.state()?.segments.next_full(patience(lane)) else { return Ok(()) };
@@ -59,7 +59,7 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
 }
 
 impl Lane {
-    /// Bytes that so many records take of a region; 0 where that is all of it.
+    /// Bytes of a region up to the end of `records` records; 0 where that is all of it.
     fn region_used(&self, records: usize) -> u64 {
         let layout = RegionLayout::of(self.superblock.region_bytes);
         let used = (layout.records_at() + records * sealed_record_bytes()).next_multiple_of(PAGE_BYTES) as u64;
@@ -71,8 +71,8 @@ const fn sealed_record_bytes() -> usize {
     crate::format::record::RECORD_BYTES
 }
 
-/// Enters how often each chunk has been used since it was stored, for the order of reclaim after
-/// the next opening.
+/// Sets in each record how often its chunk has been used since it was stored, for the order of
+/// reclaim after the next opening.
 fn note_uses(lane: &Lane, records: &mut [Record]) {
     let table = lane.table();
     for some in records.chunks_mut(USES_AT_ONCE) {
@@ -87,7 +87,7 @@ fn note_uses(lane: &Lane, records: &mut [Record]) {
     }
 }
 
-/// The region's first page for these records.
+/// The first page of a region with these records.
 pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), records: &[Record]) -> RegionHeader {
     RegionHeader {
         lane: *lane.id(),
@@ -101,8 +101,8 @@ pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), r
     }
 }
 
-/// What no record names may hold slots all the same, of puts that ended badly: a rebuild must not
-/// find them. What is left at the segment's end is of no use.
+/// Wipes the parts of a segment that no record names. They may hold slots of puts that ended badly,
+/// which a rebuild must not find; the space at the segment's end is not used again.
 fn give_back_gaps(lane: &Lane, segment: u32, records: &[Record]) -> Result<()> {
     let gaps = lane.state()?.segments.gaps(records);
     gaps.into_iter()
@@ -124,15 +124,15 @@ fn flush_region(lane: &Lane) -> Result<()> {
     lane.flush_index()
 }
 
-/// The region holds the records durably: the ring's pages need not any more, nor must those that
-/// wait be written there.
+/// The region holds the records durably: pages of the ring with them may be overwritten, and those
+/// that still wait for a page need none.
 fn recycle(state: &mut LaneState, segment_use: (u32, u32)) {
     state.pending.note_success();
     state.pending.recycle(segment_use);
 }
 
-/// Writes the list of what is gone from a sealed segment where it has changed. A hint: where it
-/// cannot be written, lookups after a restart promise what is not there.
+/// Writes the list of slots that are gone from a sealed segment, if it has changed. A hint: where
+/// it cannot be written, lookups after a restart may promise chunks that are gone.
 fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
     let Some(pages) = lane.state()?.segments.gone_pages(segment, lane.id()) else { return Ok(()) };
     let most = RegionLayout::of(lane.superblock.region_bytes).gone_pages;
@@ -145,7 +145,7 @@ fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
     })
 }
 
-/// The same; where it cannot be written it is tried again later.
+/// As [`write_gone`]; where it cannot be written it is tried again later.
 pub(in crate::log) fn try_write_gone(lane: &Lane, segment: u32) {
     if let Err(e) = write_gone(lane, segment) {
         tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment's list of evicted slots was not written");
@@ -167,8 +167,8 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     let len = (count as usize * sealed_record_bytes()).next_multiple_of(PAGE_BYTES);
     let body = lane.read(&lane.index, offset + layout.records_at() as u64, len)?;
     let (records, damaged) = sealed::decode_records(body.as_slice(), count);
-    // Where a crash kept the first page and lost the rest, the records of the use before are there,
-    // and whole.
+    // A crash may have kept the new first page and lost the rest: then the records behind it are
+    // intact, but of the segment's use before.
     let foreign = records.iter().filter(|r| (r.segment, r.epoch) != (segment, epoch)).count() as u64;
     let damaged = u64::from(damaged) + foreign;
     if damaged > 0 {
@@ -180,8 +180,8 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     Ok(records)
 }
 
-/// A sealed segment's records: from its region, or, where that is damaged, as far as the table
-/// knows them.
+/// A sealed segment's records: from its region, or, where that is damaged, from the table, as far
+/// as it has their fields.
 pub(in crate::log) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
     match records_in(lane, (segment, epoch)) {
         Ok(records) => return Ok(records),
@@ -194,7 +194,8 @@ pub(in crate::log) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -
             return;
         }
         let key_kind = if e.kind == EntryKind::Object { KeyKind::Object } else { KeyKind::Chain };
-        // Without a length it is not moved, which needs what only the region knows.
+        // Its length stays 0, so that it is not moved: a move needs fields that only the region
+        // has.
         let (sequence, page, pages, header_crc) = (e.seq, e.page, e.pages, e.header_crc);
         let put = Record::new(RecordKind::Put, key_kind, e.key);
         records.push(Record { sequence, segment, epoch, page, pages, header_crc, ..put });

@@ -39,17 +39,17 @@ impl Lane {
         self.no_holes.load(Ordering::Relaxed)
     }
 
-    /// As if the file system took none.
+    /// Acts from now on as if the file system took no holes.
     #[cfg(test)]
     pub(in crate::log) fn set_no_holes(&self) {
         self.no_holes.store(true, Ordering::Relaxed);
     }
 
-    /// Makes slots of a segment, in the order in which they lie, unreadable; how many bytes were
-    /// given back.
+    /// Makes slots of a segment, sorted by place, unreadable; how many bytes were given back to the
+    /// file system.
     ///
     /// # Errors
-    /// Where the drive takes neither holes nor zeros: some of them may still be readable.
+    /// Where the drive takes neither holes nor zeros: some of the slots may still be readable.
     pub(in crate::log) fn erase(&self, segment: u32, slots: &[SlotRange]) -> Result<u64> {
         let mut freed = 0;
         for run in slots.chunk_by(|a, b| a.page + a.pages == b.page) {
@@ -64,7 +64,7 @@ impl Lane {
         Ok(freed)
     }
 
-    /// Makes whatever slots lie in a part of data.kv unreadable, also those that nobody knows of.
+    /// Makes all slots in a part of data.kv unreadable, also those that no entry names.
     ///
     /// # Errors
     /// As [`erase`](Self::erase).
@@ -86,7 +86,7 @@ impl Lane {
         Ok(())
     }
 
-    /// As [`wipe`](Self::wipe), a whole segment.
+    /// As [`wipe`](Self::wipe), for a whole segment.
     ///
     /// # Errors
     /// As [`erase`](Self::erase).
@@ -94,7 +94,8 @@ impl Lane {
         self.wipe(u64::from(segment) * self.segment_bytes(), self.segment_bytes())
     }
 
-    /// Gives the space of part of data.kv back; `false` where that cannot be.
+    /// Punches a hole into data.kv; `false` where that fails. After the first failure holes are not
+    /// tried again.
     pub(in crate::log) fn punch(&self, offset: u64, bytes: u64) -> bool {
         if self.has_no_holes() {
             return false;
@@ -115,8 +116,8 @@ impl Lane {
         self.write(&self.data, self.header_offset(segment, slot), AlignedBuf::zeroed(PAGE_BYTES)?)
     }
 
-    /// The same without waiting; `wrap` may add to the buffer what must live as long as the write,
-    /// `done` is called with the result.
+    /// As [`blank`](Self::blank), without waiting; `wrap` may add to the buffer what must live as
+    /// long as the write, `done` is called with the result. Does nothing where there is no memory.
     pub(in crate::log) fn blank_soon(
         self: &Arc<Self>,
         segment: u32,
@@ -156,12 +157,12 @@ impl Lane {
         Ok(())
     }
 
-    /// Whether all that was made unreadable is so durably.
+    /// Whether all slots that were made unreadable are so durably.
     pub(in crate::log) fn erasures_are_durable(&self) -> bool {
         self.shared().is_none_or(|s| s.erasures_are_durable())
     }
 
-    /// Whether an error says that the drive takes no more, rather than that it is slow.
+    /// Whether an error says that the drive failed a write, rather than that it is slow or full.
     pub(in crate::log) fn is_broken_by(kind: ErrorKind) -> bool {
         matches!(kind, ErrorKind::Io | ErrorKind::ShortIo)
     }

@@ -1,4 +1,4 @@
-//! A share in a place of a segment, for as long as anything may be written there.
+//! A slot's place in a segment, held for as long as anything may be written there.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::{Lane, LaneState, SlotPlace};
 use crate::io::Buf;
 
-/// A place in a segment, given back when dropped: the segment may be sealed, and later reclaimed,
-/// when none of its places is held. Every write to the place has a share in it, which ends when the
-/// drive has really ended the write: what is written after a time-out can so not land in a later
-/// use of the segment.
+/// A place in a segment, given back when dropped: a segment with a place that is held is not
+/// reclaimed. Every write to the place has a share in it until the drive has really ended the
+/// write. So a write that ends after its time-out cannot land in a later use of the segment.
 #[derive(Debug)]
 pub(in crate::log) struct HeldSlot {
     lane: Arc<Lane>,
@@ -19,13 +18,14 @@ pub(in crate::log) struct HeldSlot {
 }
 
 impl HeldSlot {
-    /// Of a place for the slot of this sequence, which has been [begun](super::Puts::begin) under
-    /// the same lock.
+    /// For a place whose `sequence` was [begun](super::Puts::begin) under the lock under which the
+    /// place was taken.
     pub(in crate::log) fn new(lane: &Arc<Lane>, place: SlotPlace, sequence: u64) -> Arc<Self> {
         Arc::new(Self { lane: Arc::clone(lane), place, sequence, ended: AtomicBool::new(false) })
     }
 
-    /// Gives the place back under the lane's lock, as nothing is being written to it any more.
+    /// Gives the place back at once, for a caller that has the lane's lock: nothing is being
+    /// written to it any more.
     pub(in crate::log) fn end(&self, state: &mut LaneState) {
         if !self.ended.swap(true, Ordering::Relaxed) {
             self.give_back(state);
@@ -54,7 +54,7 @@ impl Drop for HeldSlot {
 
 /// A share in the place of a put, for its writes: a buffer that carries it
 /// ([`Buf::with`](crate::io::Buf::with)) keeps the place from being used again until its I/O has
-/// ended, also where nobody waits for that any more.
+/// ended, also after the caller has stopped waiting.
 #[derive(Clone, Debug)]
 pub struct Hold(pub(in crate::log) Arc<HeldSlot>);
 

@@ -1,6 +1,6 @@
-//! Writes to the index that the drive has not ended.
+//! Writes to index.kv that the drive has not ended.
 //!
-//! A write that timed out may still be done, later, over whatever was written to its place since: a
+//! A write that timed out may still be done later, over what was written to its place since: a
 //! region that says "sealed" over one that says "free". So nothing is written to a place before
 //! every earlier write to it has really ended.
 
@@ -15,8 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 #[derive(Debug, Default)]
 pub(in crate::log) struct IndexWrites(Mutex<Vec<Range<u64>>>);
 
-/// A share in a place, which ends with the write: it goes with the buffer
-/// ([`Buf::with`](crate::io::Buf::with)).
+/// A claim on a place. The buffer of the write carries it ([`Buf::with`](crate::io::Buf::with)), so
+/// that it ends with the write.
 #[derive(Debug)]
 pub(in crate::log) struct WriteClaim {
     all: Arc<IndexWrites>,
@@ -24,7 +24,7 @@ pub(in crate::log) struct WriteClaim {
 }
 
 impl IndexWrites {
-    /// A claim on a place.
+    /// Claims a place.
     ///
     /// # Errors
     /// `Busy` while an earlier write to any of it has not ended.

@@ -62,8 +62,8 @@ impl Lane {
         self.index_writes.is_claimed(&(region..region + self.superblock.region_bytes))
     }
 
-    /// Submits a write; one that the full queue does not take is kept for the journal thread, so
-    /// that a payload that has been written is not lost for want of a place in the queue.
+    /// Submits a write to a slot's header. Where the queue is full, the journal thread submits it
+    /// later: the slot's payload has been written already, and must not be lost for that.
     pub(in crate::log) fn submit_write(&self, request: Request) {
         let Err(rejected) = self.io.write.submit(request) else { return };
         if rejected.error.kind() == ErrorKind::Busy
@@ -78,7 +78,7 @@ impl Lane {
         rejected.answer();
     }
 
-    /// Submits what the queue did not take before; `false` where it is still full.
+    /// Submits the writes that the queue did not take before; `false` where it is still full.
     pub(in crate::log) fn submit_deferred(&self) -> bool {
         let waiting = self.state().map(|mut state| state.puts.take_deferred()).unwrap_or_default();
         let mut waiting = waiting.into_iter();

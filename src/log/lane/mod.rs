@@ -10,9 +10,18 @@
 //! for moments: no I/O is done and nothing is waited for while it is held (growing the table copies
 //! memory, the longest of all).
 //!
-//! Invariant, on which `remove` relies: every slot with an intact header that was ever published is
-//! named by an entry of its lane's table, or its having been made unreadable is counted in the
-//! lane's erasures ([`index::SharedLane::erasures_are_durable`]).
+//! Invariant, on which `remove` relies: every slot that was ever published is named by an entry of
+//! its lane's table, or is unreadable durably, or was made unreadable and is counted as not flushed
+//! ([`index::SharedLane::erasures_are_durable`]).
+//!
+//! * this file: [`Lane`], its state, and entries of its table;
+//! * `segments`, `ring`, `pending`, `puts`, `usage`: parts of the state, without I/O: segments and
+//!   places in them, the journal's pages, records and flushes that wait, puts under way, recency
+//!   and the policy for chains;
+//! * `held`: a place is not used again while it is being written;
+//! * `io`, `index_writes`: reads, writes and flushes; writes to index.kv that have not ended;
+//! * `erase`: slots are made unreadable;
+//! * `tables`: the files of shared memory.
 
 mod erase;
 mod held;
@@ -64,7 +73,7 @@ use crate::key::ChunkKey;
 pub(super) enum LaneRole {
     /// It appends to it.
     Own,
-    /// It looks after it, its writer being gone.
+    /// Its writer is gone; this process reads and reclaims it.
     Adopted,
     /// It only reads it.
     Foreign,
@@ -94,7 +103,7 @@ pub(super) struct LaneState {
 }
 
 impl LaneState {
-    /// Of a lane of this shape whose table has so many slots.
+    /// For a lane with this superblock and a table of `slots` slots.
     pub(super) fn new(sb: &Superblock, slots: usize) -> Self {
         let pages = u32::try_from(sb.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX);
         Self {
@@ -111,24 +120,24 @@ impl LaneState {
         self.chunk_tokens
     }
 
-    /// Adds a record to its segment and to what waits for the journal.
+    /// Adds a record to its segment and to the records that wait for the journal.
     pub(super) fn log(&mut self, record: Record) {
         self.segments.add(&record);
         self.pending.log(record);
     }
 
-    /// Puts what a record says into the table. Whether it is there now: of two records of a key the
-    /// later one counts.
+    /// Enters a record into the table; `false` where a later record of its key is there.
     ///
     /// # Errors
-    /// `NoSpace` where the table must grow first.
+    /// `NoSpace` where the table must grow first; the entry may be in already, but not the list of
+    /// partial chunks that names it.
     pub(super) fn enter(&mut self, table: &Table, shared: Option<&index::SharedLane>, record: &Record) -> Result<bool> {
         let entry = entry_of(record);
         let inserted = table.insert(&entry)?;
         self.entered(table, shared, (record, &entry), inserted)
     }
 
-    /// What follows from an insert.
+    /// Updates the counts, usage and list of partial chunks after an insert.
     pub(super) fn entered(
         &mut self,
         table: &Table,
@@ -151,10 +160,10 @@ impl LaneState {
         Ok(true)
     }
 
-    /// Takes the entry of sequence `seq` out of the table; it, if it was there.
+    /// Takes the entry of a key with sequence `seq` out of the table; the entry, if it was there.
     ///
     /// # Errors
-    /// `Permission` where the table is not this process's.
+    /// `Permission` where this process does not write the table.
     pub(super) fn leave(
         &mut self,
         table: &Table,
@@ -171,7 +180,7 @@ impl LaneState {
     /// Takes out all entries that `which` names.
     ///
     /// # Errors
-    /// `Permission` where the table is not this process's.
+    /// `Permission` where this process does not write the table.
     pub(super) fn leave_where(
         &mut self,
         table: &Table,
@@ -196,7 +205,7 @@ fn live(shared: Option<&index::SharedLane>, entry: &Entry, chunks: i64) {
     }
 }
 
-/// Bytes for which an entry counts.
+/// Bytes for which an entry counts as live: of an object only its payload.
 pub(super) fn live_bytes(entry: &Entry) -> u64 {
     if entry.kind == EntryKind::Object { entry.length.min(slot_bytes(entry)) } else { slot_bytes(entry) }
 }
@@ -224,7 +233,7 @@ pub(super) fn entry_of(record: &Record) -> Entry {
     }
 }
 
-/// Length of a record's chunk if that is a partial one.
+/// Tokens of a record's chunk, if it is a partial one.
 pub(super) fn partial_length(record: &Record, chunk_tokens: u32) -> Option<u16> {
     let partial = record.kind == RecordKind::Put
         && record.key_kind == KeyKind::Chain
@@ -244,7 +253,7 @@ pub struct Lane {
     pub(super) index: Arc<DirectFile>,
     /// Queues of its drive.
     pub(super) io: Drive,
-    /// Under which space is granted; in held lanes.
+    /// Grants space; present in held lanes only.
     pub(super) budget: Option<Arc<Budget>>,
     table: RwLock<Arc<Table>>,
     shared: RwLock<Option<index::SharedLane>>,
@@ -261,7 +270,8 @@ pub struct Lane {
     index_writes: Arc<IndexWrites>,
     /// The file system takes no holes.
     no_holes: AtomicBool,
-    /// Up to which of the removals by others the entries have left the table.
+    /// So many of the lane's removals (shared memory counts those by other processes and by loads)
+    /// have been swept.
     swept: AtomicU64,
 }
 
@@ -340,7 +350,7 @@ impl Lane {
         self.shared.read().clone()
     }
 
-    /// The writer has put a new table, and perhaps a new lane file, in place.
+    /// Attaches to the new table, and perhaps the new shared state, that the writer has made.
     fn attach_anew(&self) -> Option<Arc<Table>> {
         let ctx = &self.ctx;
         let table = Arc::new(attach_table(ctx, &self.dir).ok()?);
@@ -374,12 +384,12 @@ impl Lane {
         self.index.is_named()
     }
 
-    /// Whether anybody leases a use of a segment.
+    /// Whether a segment is leased in its use of this epoch.
     pub(super) fn is_leased(&self, segment: u32, epoch: u32) -> bool {
         self.shared().is_some_and(|s| self.ctx.with_lease_env(|env| s.is_leased(segment, epoch, env)))
     }
 
-    /// How many removals by others the holder knows of.
+    /// How many of the lane's removals have been swept.
     pub(super) fn swept(&self) -> u64 {
         self.swept.load(Ordering::Relaxed)
     }
@@ -393,7 +403,8 @@ impl Lane {
         drop(self.lock.lock().take());
     }
 
-    /// Waits until the maintenance or journal thread has got on, or `until`.
+    /// Waits until the maintenance or journal thread reports progress, or `until`; `false` at
+    /// `until`.
     pub(super) fn wait_for_progress(&self, state: &mut MutexGuard<'_, LaneState>, until: Instant) -> bool {
         !self.progress.wait_until(state, until).timed_out()
     }

@@ -1,4 +1,4 @@
-//! What waits for the journal: records for pages, and those who wait for a flush. No I/O.
+//! What waits for the journal: records that go to pages, and flushes. No I/O.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -29,7 +29,7 @@ pub(in crate::log) struct Pending {
     /// Oldest first.
     records: VecDeque<Record>,
     since: Option<Instant>,
-    /// Flushes asked for, and done, and how the last one ended.
+    /// Numbers of the last flush asked for and of the last one done, and the error of that one.
     asked: u64,
     done: u64,
     error: Option<(ErrorKind, String)>,
@@ -63,7 +63,7 @@ impl Pending {
         self.records.len() >= RECORDS_PER_PAGE
     }
 
-    /// Whether records wait and none of the ring's pages may be written.
+    /// Whether none of the ring's pages may be written now.
     pub(in crate::log) fn is_stuck(&self) -> bool {
         self.usable() == 0
     }
@@ -73,13 +73,13 @@ impl Pending {
         self.ring.free().saturating_sub(if self.urgent { 0 } else { RING_RESERVE })
     }
 
-    /// The segments that keep the ring's oldest page.
+    /// The segments whose records keep the ring's oldest page from being overwritten.
     pub(in crate::log) fn oldest(&self) -> Vec<SegmentUse> {
         self.ring.oldest().to_vec()
     }
 
-    /// Takes records for the next pages: for full ones, and for the last one too where `partial`
-    /// says so.
+    /// Takes records for the next pages: full pages, and with `partial` also a last one that is not
+    /// full.
     pub(in crate::log) fn take_batch(&mut self, partial: bool) -> Option<RecordBatch> {
         let waiting = self.records.len();
         let pages = if partial { waiting.div_ceil(RECORDS_PER_PAGE) } else { waiting / RECORDS_PER_PAGE };
@@ -109,7 +109,7 @@ impl Pending {
         self.ring.place(number)
     }
 
-    /// A page has been written with records of these uses of segments that are not sealed.
+    /// Page `number` has been written, with records of `uses`: segments that are not sealed.
     pub(in crate::log) fn hold(&mut self, number: u64, uses: Vec<SegmentUse>) {
         self.failures = 0;
         self.ring.hold(number, uses);
@@ -144,14 +144,14 @@ impl Pending {
         self.asked
     }
 
-    /// The flush that somebody waits for.
+    /// The last flush, if it has not been answered.
     pub(in crate::log) fn asked(&self) -> Option<u64> {
         (self.asked > self.done).then_some(self.asked)
     }
 
-    /// Answers the flushes up to number `asked`. After one that failed nothing written since the
-    /// last good one may be taken for durable, so a later flush that succeeds must not be
-    /// believed about those pages: `unsealed` is written again.
+    /// Answers the flushes up to number `asked`. After a failed flush, pages written since the last
+    /// good one may be lost even if a later flush succeeds. So all records of unsealed segments
+    /// (`unsealed`) wait to be written again.
     pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
         if outcome.is_err() {
             self.records = unsealed().into();

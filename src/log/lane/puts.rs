@@ -1,5 +1,5 @@
-//! Puts of a held lane that have begun and not ended, and what of them waits for the journal
-//! thread. No I/O.
+//! Puts of a held lane that have begun and not ended, and those that the journal thread must help
+//! on. No I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,18 +13,17 @@ pub(in crate::log) trait Unpublished: Send {
     /// How long ago its caller committed it.
     fn age(&self) -> Duration;
 
-    /// The table has grown: tries again.
+    /// Tries again, as the table has grown.
     fn publish(self: Box<Self>);
 
-    /// There is no room for it.
+    /// Ends the put, as there is no room for it.
     fn shed(self: Box<Self>, why: Error);
 }
 
 /// Puts under way.
 #[derive(Default)]
 pub(in crate::log) struct Puts {
-    /// Sequences of slots that are held, with the number of holders: something may still be written
-    /// to them.
+    /// Sequences of slots that may still be written to, with the number of places held for each.
     begun: BTreeMap<u64, u32>,
     /// Commits begun and not ended, by ticket.
     commits: BTreeSet<u64>,

@@ -1,8 +1,8 @@
 //! Which journal pages may be overwritten: bookkeeping without I/O.
 //!
-//! Pages are numbered endlessly; page `n` lies at `n % pages`. A page is held while a segment with
-//! records in it is neither durably sealed nor given up. Pages are released in order: one that is
-//! still held keeps all after it.
+//! Page numbers only grow; page `n` lies at place `n % pages`. A page is held while a segment with
+//! records in it is neither durably sealed nor given up. Pages are released in order: a page that
+//! is still held keeps all pages after it.
 
 use std::collections::VecDeque;
 
@@ -29,8 +29,8 @@ impl JournalRing {
         self.pages.saturating_sub(self.next - tail)
     }
 
-    /// The number of the next page, which is given away; to be [held](Self::hold) when it has been
-    /// written. A page that could not be written is just skipped.
+    /// Takes the number of the next page, to be [held](Self::hold) when it has been written. The
+    /// number of a page that could not be written is not used again.
     pub(in crate::log) fn take(&mut self) -> u64 {
         self.next += 1;
         self.next - 1
@@ -59,7 +59,7 @@ impl JournalRing {
         }
     }
 
-    /// The segments that keep the oldest page.
+    /// The segments whose records keep the oldest page.
     pub(in crate::log) fn oldest(&self) -> &[SegmentUse] {
         self.held.front().map_or(&[], |(_, uses)| uses)
     }

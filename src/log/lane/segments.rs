@@ -1,8 +1,8 @@
-//! The segments of a held lane: what each is in, which places are given away, which slots of it are
+//! The segments of a held lane: their phases, the places given to slots, and the slots that are
 //! gone. No I/O.
 //!
 //! Invariants: a place is given once per use of a segment; a segment with a place that is held is
-//! not reclaimed; records are added while it is open or full only.
+//! not reclaimed; records are added only while a segment is open or full.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::format::record::{Record, RecordKind};
 use crate::format::sealed::{GONE_PER_PAGE, GonePage};
 use crate::index::{self, SegmentState};
 
-/// What a segment is in, as its holder sees it.
+/// The phase of a segment, as its holder sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::log) enum SegmentPhase {
     /// Holds nothing and has no space on the drive.
@@ -38,23 +38,27 @@ pub(in crate::log) struct Segment {
     phase: SegmentPhase,
     epoch: u32,
     next_page: u32,
+    /// Places that are held.
     pending: u32,
+    /// Records, while it is open or full.
     records: Vec<Record>,
     /// Least sequence of a slot that was given a place in it.
     first_seq: u64,
+    /// Least and greatest sequence of its records.
     min_seq: u64,
     max_seq: u64,
     last_expiry_s: u64,
     retired: bool,
+    /// Bytes of its region that its records take; 0 where that is all, or the rest was punched.
     region_used: u64,
     full_since: Option<Instant>,
-    /// First pages of the slots that are gone since it was filled, and how many of them are known
-    /// to be unreadable durably.
+    /// First pages of slots that went since its seal began, and how many of them, from the first
+    /// on, are known to be unreadable durably.
     gone: Vec<u32>,
     settled: usize,
-    /// Those of them that are not unreadable yet: they are listed before.
+    /// Those of `gone` that are still readable: a slot is listed before it is made unreadable.
     going: Vec<u32>,
-    /// The list on the drive is not as this one.
+    /// The list on the drive differs from `gone` and `settled`.
     gone_changed: bool,
 }
 
@@ -162,7 +166,7 @@ pub(in crate::log) struct Need {
 
 /// Bytes of segments kept ready where they are small.
 pub(in crate::log) const RESERVE_BYTES: u64 = 64 << 20;
-/// Of so many segments one may be kept ready.
+/// One segment in this many that are in use may be kept ready.
 const RESERVE_SHARE: u64 = 12;
 
 /// All segments of a lane.
@@ -174,11 +178,11 @@ pub(in crate::log) struct Segments {
     /// Pages of a segment, and records that its region takes.
     pages: u32,
     records: usize,
-    /// Segments that may be kept ready where a policy says how many.
+    /// Segments that may be kept ready, where the policy for chains says how many.
     reserve: Option<u64>,
     /// Somebody asked for a segment and found none.
     wanted: bool,
-    /// How often in a row none could be made although there is room, and why not.
+    /// How often in a row none could be made although there is room, and why the last time.
     refusals: u32,
     refusal: Option<(ErrorKind, String)>,
 }
@@ -239,8 +243,8 @@ impl Segments {
 
     // Places.
 
-    /// Gives a place in the open segment, opening the next one if it does not fit; `None` where
-    /// none is ready. The open one is kept while no next one is ready.
+    /// Gives a place in the open segment. Where the slot does not fit, the next segment is opened;
+    /// `None` where none is ready, and the open one stays open.
     pub(in crate::log) fn place(&mut self, need: Need, shared: Option<&index::SharedLane>) -> Option<SlotPlace> {
         if let Some(place) = self.place_in_open(need) {
             return Some(place);
@@ -275,7 +279,7 @@ impl Segments {
         }
     }
 
-    /// A put of the place has ended, published or not.
+    /// The place is no longer held: its put has ended, published or not.
     pub(in crate::log) fn end_put(&mut self, place: SlotPlace) {
         if let Some(segment) = self.of_use(place.segment, place.epoch) {
             segment.pending = segment.pending.saturating_sub(1);
@@ -298,7 +302,7 @@ impl Segments {
         *segment = Segment { phase: SegmentPhase::Open, ..Segment::absent(epoch) };
         self.open = Some(number);
         if let Some(shared) = shared {
-            // A segment beyond the shared file's range cannot be leased; everything else works.
+            // A segment beyond the shared file's range cannot be leased; all else works for it.
             drop(shared.set_live(number, 0, 0));
             drop(shared.set_segment(number, SegmentState::Open, epoch));
         }
@@ -337,8 +341,9 @@ impl Segments {
         records
     }
 
-    /// A slot is about to go. `true` where its segment was not sealed, and has forgotten its
-    /// records: that is for the journal then.
+    /// Notes that a slot is about to go. `true` where its segment is not being sealed yet: its
+    /// record is dropped here, and the caller logs one that says so in the journal. Else it is
+    /// listed.
     pub(in crate::log) fn note_gone(&mut self, segment: u32, epoch: u32, page: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch) else { return false };
         match s.phase {
@@ -356,15 +361,15 @@ impl Segments {
         false
     }
 
-    /// A slot is unreadable now.
+    /// Notes that a slot is unreadable now.
     pub(in crate::log) fn has_gone(&mut self, segment: u32, epoch: u32, page: u32) {
         if let Some(s) = self.of_use(segment, epoch) {
             s.going.retain(|p| *p != page);
         }
     }
 
-    /// The pages of the list of gone slots that are to be written, with the number of the first;
-    /// `None` where nothing has changed, or the segment's region is not there yet.
+    /// The pages of a segment's list of gone slots; `None` where the list on the drive says the
+    /// same, or the segment is not sealed.
     pub(in crate::log) fn gone_pages(&mut self, segment: u32, lane: &[u8; 16]) -> Option<Vec<GonePage>> {
         let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Sealed && s.gone_changed)?;
         s.gone_changed = false;
@@ -379,26 +384,27 @@ impl Segments {
         Some(s.gone.chunks(GONE_PER_PAGE).enumerate().map(page).collect())
     }
 
-    /// The list could not be written: it is still to be.
+    /// The list could not be written, and is to be written later.
     pub(in crate::log) fn gone_not_written(&mut self, segment: u32) {
         if let Some(s) = self.get_mut(segment) {
             s.gone_changed = true;
         }
     }
 
-    /// Segments whose list on the drive is not as it is here.
+    /// Sealed segments whose list on the drive differs from the one here.
     pub(in crate::log) fn gone_changed(&self) -> Vec<u32> {
         self.iter().filter(|(_, s)| s.phase == SegmentPhase::Sealed && s.gone_changed).map(|(n, _)| n).collect()
     }
 
-    /// Slots that are gone and may be readable again after a power cut, by segment.
+    /// Gone slots that may be readable, or be so again after a power cut, by segment.
     pub(in crate::log) fn unsettled(&self) -> Vec<(u32, Vec<u32>)> {
         let unsettled = |s: &Segment| s.gone.get(s.settled..).unwrap_or_default().to_vec();
         self.iter().map(|(n, s)| (n, unsettled(s))).filter(|(_, gone)| !gone.is_empty()).collect()
     }
 
-    /// How many slots of each segment are unreadable, in the order in which they were listed, for
-    /// [`mark_gone_durable`](Self::mark_gone_durable), to be asked before a flush.
+    /// How many listed slots of each segment, from the first on, are unreadable now: segment,
+    /// epoch, count. Taken before a flush, for [`mark_gone_durable`](Self::mark_gone_durable) after
+    /// it.
     pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
         let count = |s: &Segment| s.gone.iter().take_while(|page| !s.going.contains(page)).count();
         let counts =
@@ -406,7 +412,7 @@ impl Segments {
         counts.filter(|(.., settled, count)| settled < count).map(|(n, epoch, _, count)| (n, epoch, count)).collect()
     }
 
-    /// These are unreadable durably.
+    /// The slots that [`gone_counts`](Self::gone_counts) gave are unreadable durably.
     pub(in crate::log) fn mark_gone_durable(&mut self, counts: &[(u32, u32, usize)]) {
         for (segment, epoch, count) in counts {
             if let Some(s) = self.of_use(*segment, *epoch) {
@@ -418,7 +424,7 @@ impl Segments {
 
     // Sealing.
 
-    /// A full segment whose puts have ended, or for which that has been waited for so long.
+    /// A full segment whose puts have ended, or that has been full for at least `patience`.
     pub(in crate::log) fn next_full(&self, patience: Duration) -> Option<u32> {
         let ready = |s: &Segment| {
             let waited = || s.full_since.is_some_and(|since| since.elapsed() >= patience);
@@ -427,7 +433,7 @@ impl Segments {
         self.iter().find(|(_, s)| ready(s)).map(|(n, _)| n)
     }
 
-    /// Since when the full segment waits that has waited for longest.
+    /// Since when the longest-waiting full segment waits.
     pub(in crate::log) fn full_since(&self) -> Option<Instant> {
         self.list.iter().filter(|s| s.phase == SegmentPhase::Full).filter_map(|s| s.full_since).min()
     }
@@ -436,14 +442,14 @@ impl Segments {
         self.list.iter().any(|s| matches!(s.phase, SegmentPhase::Full | SegmentPhase::Sealing))
     }
 
-    /// A full segment is being sealed: no record is added from here on. Its epoch and records.
+    /// Begins to seal a full segment: no record is added from here on. Its epoch and records.
     pub(in crate::log) fn begin_seal(&mut self, segment: u32) -> Option<(u32, Vec<Record>)> {
         let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Full)?;
         s.phase = SegmentPhase::Sealing;
         Some((s.epoch, std::mem::take(&mut s.records)))
     }
 
-    /// Its seal is durable, and took so many bytes of its region.
+    /// Its seal is durable; the records took `region_used` bytes of its region, 0 for all.
     pub(in crate::log) fn end_seal(&mut self, segment: u32, region_used: u64) {
         if let Some(s) = self.get_mut(segment) {
             s.phase = SegmentPhase::Sealed;
@@ -452,7 +458,7 @@ impl Segments {
         }
     }
 
-    /// It could not be sealed.
+    /// It could not be sealed: it is full again, without the records of slots that went meanwhile.
     pub(in crate::log) fn undo_seal(&mut self, segment: u32, mut records: Vec<Record>) {
         if let Some(s) = self.get_mut(segment) {
             s.phase = SegmentPhase::Full;
@@ -462,8 +468,8 @@ impl Segments {
         }
     }
 
-    /// Pages of a full segment that no record names, and that no held place is in: they may hold
-    /// what was never published.
+    /// Parts of a segment that none of these records names: first page and number of pages. They
+    /// may hold slots that were never published.
     pub(in crate::log) fn gaps(&self, records: &[Record]) -> Vec<(u32, u32)> {
         let mut taken: Vec<(u32, u32)> = records.iter().map(|r| (r.page, r.page.saturating_add(r.pages))).collect();
         taken.sort_unstable();
@@ -481,7 +487,7 @@ impl Segments {
         gaps
     }
 
-    /// Takes a segment out of use after a write error; whether that is new.
+    /// Takes a segment out of use after a write error; `false` where it was already.
     pub(in crate::log) fn retire(&mut self, segment: u32, epoch: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch).filter(|s| !s.retired) else { return false };
         s.retired = true;
@@ -491,14 +497,14 @@ impl Segments {
         true
     }
 
-    /// The unused end of a region whose segment is sealed, each once: segment, bytes used.
+    /// Regions of sealed segments with an unused end, each given once: segment, bytes used.
     pub(in crate::log) fn take_region_tails(&mut self) -> Vec<(u32, u64)> {
         let tails = (0u32..).zip(&mut self.list).filter(|(_, s)| s.is_at_rest());
         tails.map(|(n, s)| (n, std::mem::take(&mut s.region_used))).filter(|(_, used)| *used > 0).collect()
     }
 
     /// Whether a segment that is not sealed may hold slots up to this sequence that no record
-    /// names: they go with its seal.
+    /// names: sealing it makes them unreadable.
     pub(in crate::log) fn may_hide_below(&self, sequence: u64) -> bool {
         let unsealed =
             |s: &&Segment| matches!(s.phase, SegmentPhase::Open | SegmentPhase::Full | SegmentPhase::Sealing);
@@ -507,9 +513,9 @@ impl Segments {
 
     // Room.
 
-    /// Whether a free segment should be made ready: none is, and somebody waits or the open one is
-    /// in use. Early, so that reclaim finds room for what it moves; where segments are few,
-    /// later, because each is a large part of the cache.
+    /// Whether a segment should be made ready: none is, and somebody waits for one or the open one
+    /// is in use. That is early, so that reclaim has room for what it moves; where segments are few
+    /// it is when the open one is half full, because each is a large part of the cache.
     pub(in crate::log) fn wants_segment(&self) -> bool {
         let early = if self.in_use() < 8 { self.pages / 2 } else { 0 };
         let begun = |n: u32| self.get(n).is_some_and(|s| s.next_page > early);
@@ -533,7 +539,7 @@ impl Segments {
         self.ready.len()
     }
 
-    /// The number that a new segment gets.
+    /// The number for a new segment: that of one without space, or the next one.
     pub(in crate::log) fn next_unused(&self) -> u32 {
         let unused = |s: &Segment| s.phase == SegmentPhase::Absent && !s.retired;
         self.list.iter().position(unused).unwrap_or(self.list.len()) as u32
@@ -561,33 +567,34 @@ impl Segments {
         Some(number)
     }
 
-    /// The drive does not give a segment although there is room; whether that is new.
+    /// Notes that no segment could be made although there is room; whether this is the first time
+    /// in a row.
     pub(in crate::log) fn refuse(&mut self, kind: ErrorKind, why: String) -> bool {
         self.refusals = self.refusals.saturating_add(1);
         self.refusal = Some((kind, why));
         self.refusals == 1
     }
 
-    /// How often in a row that was, and why.
+    /// How often in a row no segment could be made, and why the last time.
     pub(in crate::log) fn refusals(&self) -> (u32, Option<&(ErrorKind, String)>) {
         (self.refusals, self.refusal.as_ref())
     }
 
     // Reclaim.
 
-    /// Nothing in it is served from here on; `false` where it is not a sealed one of that use.
+    /// Nothing in it is served from here on; `false` where that use of it is not sealed.
     pub(in crate::log) fn condemn(&mut self, segment: u32, epoch: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch).filter(|s| s.phase == SegmentPhase::Sealed) else { return false };
         s.phase = SegmentPhase::Condemned;
         true
     }
 
-    /// Segments that are condemned, as after a write error.
+    /// Segments that are condemned: being reclaimed, or not freed for a write error.
     pub(in crate::log) fn condemned(&self) -> usize {
         self.list.iter().filter(|s| s.phase == SegmentPhase::Condemned).count()
     }
 
-    /// It holds nothing any more and has no space.
+    /// It holds nothing any more and has no space. The epoch of its next use.
     pub(in crate::log) fn free(&mut self, segment: u32) -> u32 {
         let Some(s) = self.get_mut(segment) else { return 0 };
         let epoch = s.epoch.wrapping_add(1);
@@ -595,7 +602,7 @@ impl Segments {
         epoch
     }
 
-    /// It is not used again: a write to it that timed out may still land.
+    /// Takes a segment out of use, as a write to it that timed out may still be done.
     pub(in crate::log) fn give_up(&mut self, segment: u32) {
         if let Some(s) = self.get_mut(segment) {
             s.retired = true;

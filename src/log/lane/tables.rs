@@ -31,7 +31,7 @@ impl Growth {
         self.after
     }
 
-    /// Whether room is wanted; true once.
+    /// Whether it could not grow for want of room since the last call.
     pub(in crate::log) fn take_starved(&mut self) -> bool {
         std::mem::take(&mut self.starved)
     }
@@ -51,7 +51,7 @@ pub(in crate::log) fn anonymous_table(ctx: &Ctx, entries: u64) -> Result<Table> 
 }
 
 fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
-    // A full cache holds as much as it did when it was closed.
+    // A full cache will hold about as many entries as it did when it was closed.
     let max_entries = (entries + entries / 32).max(MIN_ENTRIES);
     TableSpec { max_entries, boot: ctx.boot, generation, writer: ctx.me }
 }
@@ -66,11 +66,11 @@ pub(in crate::log) fn show_table(ctx: &Ctx, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Takes over the lane's shared state, or makes it anew where it does not fit: for so many
-/// segments, of which so many fill the capacity.
+/// Takes over the lane's shared state, or makes it anew where it does not fit. It has room for
+/// `segments`; `full` segments fill the capacity.
 pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::SharedLane> {
-    // Of what the capacity holds: with chunks given up singly there are more segments, which
-    // together hold no more.
+    // A share of what fills the capacity: where chunks are evicted singly there are more segments,
+    // which together hold no more.
     let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
     let spec = LaneSpec {
         segments,
@@ -101,8 +101,8 @@ pub(in crate::log) fn wants_growth(lane: &Lane, state: &LaneState) -> bool {
     wanted && state.growth.after.is_none_or(|after| Instant::now() >= after)
 }
 
-/// Puts a larger table in the place of a full one. A failure (no memory, no room) leaves the old
-/// one: puts that find no place in it wait for the next try.
+/// Puts a larger table in the place of one that is nearly full. A failure (no memory, no room)
+/// leaves the old one: puts that find no place in it wait for the next try.
 ///
 /// # Errors
 /// `NoSpace` and those of making files.
@@ -147,6 +147,6 @@ fn try_grow(lane: &Lane) -> Result<()> {
     let new = Arc::new(new);
     *lane.table.write() = Arc::clone(&new);
     old.mark_moved();
-    // What others have marked since it was copied.
+    // Other processes may have marked entries since the copy.
     old.carry_marks(&new)
 }

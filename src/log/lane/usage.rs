@@ -1,5 +1,5 @@
-//! What is known of the use of a held lane's chunks: recency, what each tenant takes, and the
-//! policy for chains. No I/O.
+//! The use of a held lane's chunks: recency, the bytes of each tenant, and the policy for chains.
+//! No I/O.
 //!
 //! The policy for chains is read from a file after the lane has been opened, in the background.
 //! Events that come meanwhile wait, in their order.
@@ -15,7 +15,7 @@ enum ChainPolicy {
     /// Another policy is chosen.
     #[default]
     Off,
-    /// It is being read.
+    /// It is being read; these events wait for it.
     Coming(Vec<PolicyEvent>),
     Here(Box<Prefix>),
 }
@@ -68,7 +68,7 @@ impl Usage {
         &self.recency
     }
 
-    /// Replaces it as the table has grown.
+    /// Replaces it, as the table has grown.
     pub(in crate::log) fn set_recency(&mut self, recency: Recency) {
         self.recency = recency;
     }
@@ -77,13 +77,13 @@ impl Usage {
         self.tick
     }
 
-    /// The time moves on, and to `at_least`.
+    /// Moves the time on by one tick, and to `at_least`; the new time.
     pub(in crate::log) fn advance(&mut self, at_least: u32) -> u32 {
         self.tick = self.tick.saturating_add(1).max(at_least);
         self.tick
     }
 
-    /// What recovery has found was used in an earlier life.
+    /// Ends recovery: what is entered from here on is newer than all that recovery has found.
     pub(in crate::log) fn end_recovery(&mut self) {
         self.tick = 2;
     }
@@ -99,14 +99,14 @@ impl Usage {
         self.tick
     }
 
-    /// An entry was entered; `hotness` says how often it was used before, and `again` that its key
-    /// was there.
+    /// An entry has entered the table; `hotness` says how often it was used before, and `again`
+    /// whether it replaced another entry of its key.
     pub(in crate::log) fn entered(&mut self, table: &Table, (slot, entry): (u32, &Entry), hotness: u8, again: bool) {
         if let Some(tenant) = tenant_of(entry) {
             *self.tenants.entry(tenant).or_default() += slot_bytes(entry);
         }
-        // What recovery finds was used at an unknown time long ago, which is what recency begins
-        // with; but what is known to have been used was used later than what is not.
+        // What recovery (tick 0) finds was used at an unknown time long ago, as recency assumes of
+        // every slot. What has a hotness counts as used one tick later.
         if self.tick > 0 {
             let tick = self.next_tick(table);
             self.recency.insert(slot, tick, 0);
@@ -115,7 +115,7 @@ impl Usage {
         }
     }
 
-    /// An entry left the table.
+    /// An entry has left the table; `slot` is its place there, if that is not taken by another.
     pub(in crate::log) fn left(&mut self, slot: Option<u32>, entry: &Entry) {
         if let Some(slot) = slot {
             self.recency.forget(slot);
@@ -130,7 +130,7 @@ impl Usage {
         }
     }
 
-    /// What was known of a chunk's uses elsewhere.
+    /// Takes over what is known of the uses of a chunk that was moved here.
     pub(in crate::log) fn carry(&mut self, slot: u32, (tick, uses): (u32, u8)) {
         self.recency.insert(slot, tick, uses);
     }
@@ -140,7 +140,7 @@ impl Usage {
         self.tenants.get(&tenant).copied().unwrap_or(0)
     }
 
-    /// Bytes that the chunks of all tenants take.
+    /// Tenants, and the bytes that the chunks of each take.
     pub(in crate::log) fn tenants(&self) -> impl Iterator<Item = (u64, u64)> {
         self.tenants.iter().map(|(tenant, bytes)| (*tenant, *bytes))
     }
@@ -149,7 +149,7 @@ impl Usage {
         &mut self.cursor
     }
 
-    /// A lookup has found what lies in `slot`.
+    /// A lookup has found the entry in `slot`.
     pub(in crate::log) fn touched(&mut self, table: &Table, slot: u32) {
         let tick = self.next_tick(table);
         self.recency.touch(slot, tick);
@@ -157,7 +157,7 @@ impl Usage {
 
     // The policy for chains.
 
-    /// The policy is chosen, and will be here soon.
+    /// The policy for chains is chosen; events wait until [`set_chain`](Self::set_chain).
     pub(in crate::log) fn expect_chain(&mut self) {
         self.chain = ChainPolicy::Coming(Vec::new());
     }
@@ -170,12 +170,12 @@ impl Usage {
         waiting.into_iter().for_each(|event| self.observe(event));
     }
 
-    /// Whether the policy is chosen.
+    /// Whether the policy for chains is chosen.
     pub(in crate::log) fn has_chain(&self) -> bool {
         !matches!(self.chain, ChainPolicy::Off)
     }
 
-    /// The policy, if it is chosen and here.
+    /// The policy for chains, if it is chosen and has been read.
     pub(in crate::log) fn chain(&self) -> Option<&Prefix> {
         match &self.chain {
             ChainPolicy::Here(prefix) => Some(prefix),
@@ -222,8 +222,8 @@ impl Usage {
     }
 }
 
-/// The tenant that the objects of a namespace are together: no salt's hash, as no chunks lie beside
-/// them.
+/// The tenant that all objects of a namespace together count as. It is not mistaken for the hash of
+/// a salt: a namespace of objects holds no chunks.
 const OBJECTS: u64 = 1;
 
 /// The tenant for whose quota an entry counts.
@@ -231,7 +231,8 @@ pub(in crate::log) fn tenant_of(e: &Entry) -> Option<u64> {
     quota_tenant(e.kind == EntryKind::Object, e.tenant)
 }
 
-/// The same before there is an entry; what an object has as tenant is something else.
+/// The same before there is an entry. The `tenant` of an object is not used: it means something
+/// else.
 pub(in crate::log) fn quota_tenant(is_object: bool, tenant: u64) -> Option<u64> {
     if is_object { Some(OBJECTS) } else { (tenant != 0).then_some(tenant) }
 }

@@ -1,12 +1,11 @@
-//! The events of the policy for chains: every use and every put, in the order in which
-//! they are asked for.
+//! The events of the policy for chains: every use and every put, in the order of the calls.
 //!
-//! An engine with one drive says what prompts use and bring, in the order of its calls
-//! ([`note_used`], [`note_brought`]): so the policy's state depends on nothing else, neither on
-//! when I/O ends or a thread wakes nor on what else a rank happens to hold. Ranks with the
-//! same inputs evict the same. Where nobody says it, lookups are taken for uses, of whatever
-//! process: they are read from the touch ring before each put's event, on the thread that begins
-//! the put. Objects have no events: they go with their segments.
+//! An engine with one drive reports what prompts use and bring, in the order of its calls
+//! ([`note_used`], [`note_brought`]). Then the policy's state depends on nothing else, neither on
+//! when I/O ends or a thread wakes nor on what else a rank happens to hold: ranks with the same
+//! inputs evict the same. Where these are not called, lookups of all processes count as uses. They
+//! are read from the touch ring before each put's event, on the thread that begins the put, and by
+//! the maintenance thread. Objects have no events: they go with their segments.
 
 use super::file::PolicyFile;
 use crate::format::PAGE_BYTES;
@@ -17,15 +16,15 @@ use crate::log::base::sizes;
 use crate::log::base::spec::PutSpec;
 use crate::log::lane::{Lane, LaneState, PolicyEvent, RESERVE_BYTES, slot_bytes};
 
-/// Of the capacity, the part that the files beside the slots may take, besides the regions: one of
-/// so many.
+/// Files other than data.kv, and without regions and ring, may take one part in this many of the
+/// capacity.
 const OTHER_FILES: u64 = 256;
-/// Of the capacity, the part that may be kept ready: one of so many.
+/// Segments kept ready may take one part in this many of the capacity.
 const RESERVE_SHARE: u64 = 128;
-/// Segments whose slots cannot be given up singly: open, full, or ready.
+/// Segments whose slots cannot be evicted singly: open, full or ready.
 const UNSEALED: u64 = 3;
 
-/// Chunks that the policy takes at once when it is loaded.
+/// Chunks given to the policy at once when it is loaded.
 const AT_ONCE: usize = 64;
 
 /// A chunk of the table that the policy's file does not hold.
@@ -35,13 +34,13 @@ struct Other {
     chunk: ChainChunk,
 }
 
-/// Whether the settings choose the policy.
+/// Whether the settings choose the policy for chains.
 pub(in crate::log) fn is_chosen(lane: &Lane) -> bool {
     lane.ctx.options.policy == Reclaim::Prefix
 }
 
-/// The own lane is open: if the policy is the chosen one, its events wait from now on until
-/// it has been [loaded](load).
+/// For the own lane, once it is open: if the policy for chains is chosen, its events wait from now
+/// on until it has been [loaded](load).
 pub(in crate::log) fn expect(lane: &Lane) {
     if let Ok(mut state) = lane.state()
         && is_chosen(lane)
@@ -61,7 +60,8 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     let table = lane.table();
     chain.reserve(table.len() as usize);
     chain.compare(|tag| table.slot_of_tag(tag).is_some());
-    // Of what it holds it only learns that it is there; the rest it takes in order.
+    // Chunks that the saved policy holds are confirmed; the others are given to it in the order of
+    // their puts.
     let mut new: Vec<Other> = Vec::with_capacity(table.len().saturating_sub(chain.held()) as usize);
     table.for_each(|slot, entry| {
         let tag = tag_of(&entry.key);
@@ -75,7 +75,7 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     new.retain(|other| {
         let is_known = chain.knows(other.chunk.tag);
         if is_known {
-            // What it was given up for is still there.
+            // The policy had given it up, and it is still there: it is offered for eviction again.
             chain.put_back(other.chunk.tag, other.chunk.bytes);
         }
         !is_known
@@ -92,7 +92,7 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
         state.usage.set_chain(Box::new(chain));
     }
     drop(new);
-    // Of a cache of a million chunks, 20 MB.
+    // For a cache of a million chunks that gives 20 MB back.
     crate::io::trim_heap();
 }
 
@@ -100,8 +100,8 @@ fn capacity(lane: &Lane) -> u64 {
     lane.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes())
 }
 
-/// Bytes of slots that are kept: what is left of the capacity when everything else has its part, a
-/// function of the settings alone.
+/// Bytes of slots that the policy keeps: what is left of the capacity for slots in sealed segments.
+/// A function of the settings alone, so that ranks agree.
 fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
     let sb = &lane.superblock;
     let ring = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
@@ -115,7 +115,7 @@ fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
     room.max(sb.segment_bytes)
 }
 
-/// Segments kept ready at most.
+/// Most segments that are kept ready.
 fn reserve(lane: &Lane, capacity: u64) -> u64 {
     RESERVE_BYTES.min(capacity / RESERVE_SHARE) / lane.superblock.segment_bytes.max(1)
 }
@@ -130,7 +130,7 @@ fn chunk_of(entry: &Entry, chunk_tokens: u32) -> ChainChunk {
     }
 }
 
-/// A put is asked for, whether or not the chunk is there already.
+/// A put was begun, whether or not the chunk is there already.
 pub(in crate::log) fn note_begun(lane: &Lane, spec: &PutSpec, bytes: u64) {
     if !matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment) {
         return;
@@ -147,7 +147,7 @@ pub(in crate::log) fn note_begun(lane: &Lane, spec: &PutSpec, bytes: u64) {
         bytes,
         partial: spec.tokens < state.chunk_tokens(),
     };
-    // Callers decide about what they have reported; puts begin in any order.
+    // Ignored where callers report chunks and have reported this one: puts begin in any order.
     state.usage.observe(PolicyEvent::Begun(chunk));
 }
 
@@ -165,15 +165,15 @@ pub(in crate::log) fn note_used(lane: &Lane, tags: impl Iterator<Item = u64>) {
     tags.for_each(|tag| state.usage.observe(PolicyEvent::Used(tag)));
 }
 
-/// A chunk is there now. One that was given up before, while it was still being stored, is offered
-/// again.
+/// A chunk was published. If the policy has given it up while it was being stored, it is offered
+/// for eviction again.
 pub(in crate::log) fn note_published(state: &mut LaneState, record: &Record) {
     if matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment) {
         state.usage.observe(PolicyEvent::There(tag_of(&record.key), u64::from(record.pages) * PAGE_BYTES as u64));
     }
 }
 
-/// A chunk came into the lane by another way.
+/// Reclaim has moved a chunk into, or within, the lane.
 pub(in crate::log) fn note_moved(state: &mut LaneState, entry: &Entry) {
     if entry.kind == EntryKind::Chunk {
         let chunk = chunk_of(entry, state.chunk_tokens());
@@ -181,17 +181,17 @@ pub(in crate::log) fn note_moved(state: &mut LaneState, entry: &Entry) {
     }
 }
 
-/// A chunk went with its segment, at a moment that other ranks with the same inputs do not share.
+/// A chunk was dropped with its segment. Other ranks may drop it at another time.
 pub(in crate::log) fn note_dropped(state: &mut LaneState, key: &ChunkKey) {
     state.usage.observe(PolicyEvent::Dropped(tag_of(key)));
 }
 
-/// A chunk is gone in another way than by the policy.
+/// A chunk is gone, but not because the policy gave it up.
 pub(in crate::log) fn forget(state: &mut LaneState, key: &ChunkKey) {
     state.usage.observe(PolicyEvent::Forgotten(tag_of(key)));
 }
 
-/// Reads what was touched since the last time.
+/// Reads the touch ring: chunks that lookups have found since the last call.
 pub(in crate::log) fn note_touches(lane: &Lane, state: &mut LaneState) {
     let Some(shared) = lane.shared() else { return };
     let table = lane.table();

@@ -1,9 +1,9 @@
 //! What the policy for chains has learned, kept over a restart in the own lane's `policy.state`.
 //!
-//! It is written when the cache is closed, and by the maintenance thread whenever the policy has
-//! been asked for a part of what it holds: so a process that is killed loses what was learned
-//! since. It is a hint and is never flushed: after a power cut it may be damaged, and then the
-//! policy begins anew. The policy is locked for a few thousand chunks at a time.
+//! It is written when the cache is closed, and by the maintenance thread when the policy has had
+//! enough events: a process that is killed loses what was learned since. It is a hint and is never
+//! flushed: after a power cut it may be damaged, and then the policy starts anew. While it is
+//! saved, the lane is locked for a few thousand chunks at a time.
 
 use std::io::{Read, Write};
 use std::sync::Arc;
@@ -16,16 +16,15 @@ use crate::index::{Prefix, SavedPrefix};
 use crate::log::base::paths;
 use crate::log::lane::Lane;
 
-/// Of the capacity, the part that the file may take: one of so many, but this many bytes always.
+/// The file may take one part in this many of the capacity, or `LEAST_BYTES`, whichever is more.
 const SHARE: u64 = 1024;
 const LEAST_BYTES: u64 = 64 << 10;
-/// It is written anew when the policy got events of one of so many chunks that it holds, but not
-/// for fewer than so many.
+/// It is written anew after as many events as a part of the chunks that the policy holds, one in
+/// this many, but after no fewer than `FEWEST`, and no sooner than `PAUSE` after the last time.
 const TURNOVER: u64 = 16;
 const FEWEST: u64 = 1024;
-/// And no sooner than this.
 const PAUSE: Duration = Duration::from_secs(1);
-/// More than what lies around the policy's own bytes.
+/// More than the file's header takes.
 const FRAME_BYTES: u64 = 4096;
 /// Chunks that are saved while the policy is locked.
 const AT_ONCE: usize = 4096;
@@ -33,19 +32,19 @@ const AT_ONCE: usize = 4096;
 /// The file of a drive's own lane.
 #[derive(Debug, Default)]
 pub(in crate::log) struct PolicyFile {
-    /// Bytes written of it.
+    /// Bytes written to it.
     bytes: AtomicU64,
-    /// The policy's time of which it is.
+    /// The policy's clock, a count of its events, when it was last saved or restored.
     clock: AtomicU64,
 }
 
 impl PolicyFile {
-    /// Bytes written of it by this process.
+    /// Bytes that this process has written to it.
     pub(in crate::log) fn written_bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Writes the file if it is time to; `tried` is when that was last.
+    /// Writes the file if that is due; `tried` is when it was last tried.
     pub(in crate::log) fn keep(&self, lane: &Arc<Lane>, tried: &mut Instant) {
         let Some((clock, held)) = now(lane) else { return };
         let events = clock.saturating_sub(self.clock.load(Ordering::Relaxed));
@@ -63,7 +62,7 @@ impl PolicyFile {
     }
 
     fn write(&self, lane: &Arc<Lane>, clock: u64) {
-        // Where it fails, it is tried again after as many events once more.
+        // Stored first: after a failure it is tried again only after as many events once more.
         self.clock.store(clock, Ordering::Relaxed);
         match self.try_write(lane) {
             Ok(()) => {}
@@ -93,10 +92,10 @@ impl PolicyFile {
         Ok(())
     }
 
-    /// The policy as it was kept, for a drive with room for `room_bytes`; a new one where nothing
-    /// usable was.
+    /// The policy as it was saved, for a lane with room for `room_bytes`; a new one where nothing
+    /// usable was saved.
     pub(in crate::log) fn restore(&self, lane: &Lane, room_bytes: u64) -> Prefix {
-        // Of one who was killed while writing it; mostly there is none.
+        // A process that was killed while it wrote the file has left this.
         drop(std::fs::remove_file(lane.dir.join(paths::POLICY_NEW)));
         let restored = match read(lane) {
             Ok(saved) => saved.and_then(|saved| Prefix::restored(&saved, room_bytes)),
@@ -112,7 +111,7 @@ impl PolicyFile {
     }
 }
 
-/// The policy's time, and how many chunks it holds.
+/// The policy's clock, and how many chunks it holds.
 fn now(lane: &Lane) -> Option<(u64, u64)> {
     lane.state().ok()?.usage.chain().map(|chain| (chain.clock(), chain.held()))
 }
@@ -138,9 +137,9 @@ fn read(lane: &Lane) -> Result<Option<SavedPrefix>> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         r => r?,
     };
-    // Whatever lies there, no more is read than could have been written.
+    // No more is read than could have been written, whatever the file is.
     let most = most_bytes(lane.budget.as_ref().map_or(0, |b| b.capacity_bytes())) + FRAME_BYTES;
-    // At once: as it grew, it would leave holes in the heap.
+    // Allocated at once: growing it step by step would leave holes in the heap.
     let there = file.metadata().map_or(0, |m| m.len()).min(most);
     let mut bytes = Vec::with_capacity(there as usize);
     file.take(most).read_to_end(&mut bytes).map_err(|e| Error::io("cannot read", e).at(&path))?;

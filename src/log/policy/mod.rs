@@ -1,4 +1,9 @@
-//! The events of the policy for chains, and its file.
+//! The events of the policy for chains, and its file. The policy itself is in `index/policy/`.
+//!
+//! Invariant: nothing depends on the file; without it the policy starts anew.
+//!
+//! * `events`: uses and puts, in the order of the calls; loading the policy;
+//! * `file`: what the policy has learned, kept over a restart.
 
 mod events;
 mod file;

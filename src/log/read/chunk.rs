@@ -1,4 +1,4 @@
-//! What a lookup found: where to read, and the guard that keeps it there.
+//! What a lookup found: where to read it, and the lease that keeps it there.
 
 use std::sync::Arc;
 
@@ -36,9 +36,9 @@ pub struct Chunk {
     pub tokens: u32,
     /// Payload bytes: of all layers, or of the object.
     pub length: u64,
-    /// Chunks before it in its chain; what the maker of an object says with it.
+    /// Chunks before it in its chain; for an object what its `PutSpec` said.
     pub depth: u32,
-    /// Hash of the cache salt; what the maker of an object says with it.
+    /// Hash of the cache salt; for an object what its `PutSpec` said.
     pub tenant: u64,
     /// Sequence of its put.
     pub sequence: u64,

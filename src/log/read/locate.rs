@@ -1,7 +1,9 @@
 //! Finding chunks, over all drives and lanes.
 //!
 //! A key may lie in several lanes, where two processes stored it at once: any of its slots is
-//! right. No lock is taken that anybody holds across I/O, and nothing is read from a drive.
+//! right. Nothing is read from a drive, and no lock is taken that is held across I/O, with one
+//! exception: the first call after another process has opened a lane attaches to that lane, which
+//! reads its superblock.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,7 +23,7 @@ use crate::log::lane::Lane;
 
 /// Keys looked up at once, so that a long prompt that misses early costs little.
 const BLOCK: usize = 64;
-/// A bad chunk is logged this often at most.
+/// Least time between two log lines about bad chunks.
 const BAD_EVERY_NS: u64 = 60_000_000_000;
 
 impl Volume {
@@ -31,16 +33,16 @@ impl Volume {
             return None;
         }
         let lanes = self.lanes();
-        // Of several any is right.
+        // Where several lanes have the key, any of its slots is right.
         let found = lanes.all.iter().find_map(|lane| {
             let entry = lane.get(key).filter(|e| self.shows(e) && is_staying(lane.shared().as_ref(), e))?;
             Some((Arc::clone(lane), entry))
         });
-        // Asked last: what was read before counts only if none of it was lost by then.
+        // Asked last: what was read from shared memory counts only if none of it is lost by now.
         found.filter(|_| !self.is_lost())
     }
 
-    /// For each key whether it may be served. Hits count as a use.
+    /// Sets `hits` for the keys that may be served. Hits count as a use.
     fn find_block(&self, keys: &[ChunkKey], hits: &mut [bool]) {
         if !self.answers.is_good() {
             return;
@@ -74,9 +76,9 @@ impl Volume {
     }
 }
 
-/// Whether a load would get a lease on the entry: reclaim has not condemned its segment. The same
-/// mark decides about leases, so that a lookup promises nothing that a load does not find. Where
-/// there is no mark, leases are not given anyway.
+/// Whether a load could lease the entry: reclaim has not condemned its segment. Leases go by the
+/// same state in shared memory, so that a lookup promises nothing that a load does not find. Where
+/// there is no such state, no lease is given either, and the entry counts.
 fn is_staying(shared: Option<&index::SharedLane>, entry: &Entry) -> bool {
     shared
         .and_then(|s| s.segment(entry.segment))
@@ -151,7 +153,7 @@ impl Log {
     }
 
     fn locate_on(&self, volume: &Volume, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
-        // A chunk that reclaim is just moving is found at its new place the second time.
+        // A chunk that reclaim moves meanwhile is found at its new place the second time.
         for _ in 0..2 {
             let (lane, entry) = volume.find(key)?;
             let lease = match lease(&self.ctx, &lane, &entry, pin) {
@@ -207,7 +209,7 @@ impl Log {
         };
         let (header, crc) = SlotHeader::decode(bytes)?;
         if crc != chunk.header_crc {
-            return wrong("a slot's header is not the one that the index speaks of");
+            return wrong("a slot's header is not the one in the index");
         }
         let pages = (chunk.slot_bytes / PAGE_BYTES as u64) as u32;
         let here = (header.segment, header.epoch, header.page, header.pages, header.sequence);
@@ -226,9 +228,10 @@ impl Log {
         Ok(header)
     }
 
-    /// Told by a load that failed. A corrupt or unreadable chunk is removed, if it still lies where
-    /// it was read, so that it is stored anew; a late one stays. While a drive answers no reads
-    /// at all, nothing on it is found: a load would only wait, and hold staging.
+    /// Reports a chunk whose load failed. A corrupt or unreadable chunk is removed, if it still
+    /// lies where it was read, so that it is stored anew; one that was not read in time stays.
+    /// After several errors in a row nothing on the drive is found for a while: a load would only
+    /// wait, and hold staging.
     pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
         self.ctx.counters.bad_chunks.add(1);
         if self.ctx.check_writable().is_err() {
@@ -243,7 +246,7 @@ impl Log {
                 return volume.note_bad_read(ErrorKind::TimedOut);
             }
         }
-        // Reclaim may have moved it away from under a load without a lease: then the copy is good.
+        // Reclaim may have moved the chunk during a load without a lease: then its copy is good.
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
         if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
@@ -254,7 +257,7 @@ impl Log {
 }
 
 impl Log {
-    /// One line a minute, with where it was: what lies on a failing drive goes bad by thousands.
+    /// Logs a bad chunk, at most one a minute: a failing drive may have thousands.
     fn tell_bad(&self, chunk: &Chunk, why: Bad) {
         let now_ns = self.ctx.options.clock.boot_ns();
         let told_ns = self.ctx.bad_told_ns.load(Ordering::Relaxed);
@@ -278,8 +281,8 @@ impl Log {
     }
 }
 
-/// A slot has turned out bad: its key is not there from now on. The lane's holder makes the slot
-/// unreadable; until it has, the key is not stored again.
+/// Marks the entry of a bad slot as removed: its key is not found from now on. The lane's holder
+/// makes the slot unreadable; until it has, the key cannot be stored again in that lane.
 fn discard(volume: &Volume, lane: &Lane, entry: &Entry) {
     if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(false)
         && let Some(shared) = lane.shared()

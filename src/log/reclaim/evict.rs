@@ -1,18 +1,18 @@
-//! Giving up single chunks of sealed segments: their slots become holes, so that nothing else in
+//! Eviction of single chunks of sealed segments: their slots become holes, so that nothing else in
 //! the segment must be moved.
 //!
 //! The order is the protocol:
-//! 1. *choose*, as the policy says, among chunks in sealed segments that nobody leases;
-//! 2. *mark* their entries: lookups miss. Then a last look for leases: whoever takes one later
-//!    finds the entry marked, and lets the chunk be. A load that has no lease may read zeros, which
-//!    no CRC accepts;
-//! 3. *list* them as gone in their segment's region, so that lookups after a restart are truthful;
+//! 1. *choose*, as the policy says, among chunks in sealed segments without leases;
+//! 2. *mark* their entries: lookups miss. Then look for leases once more: a load that takes one
+//!    later finds the entry marked, and does not use the chunk. A load without a lease may read
+//!    zeros, which no CRC accepts;
+//! 3. *list* them as gone in their segment's region, so that lookups after a restart do not find
+//!    them;
 //! 4. *punch*; the entries leave the table;
-//! 5. *flush*, and note that those in the list are unreadable durably.
+//! 5. *flush*, and note in the list that they are unreadable durably.
 //!
-//! All of this is the maintenance thread's work: nobody else punches holes or reclaims, so a
-//! segment cannot change under it. A removal in the same process is kept out by the lane's
-//! `erasing` lock.
+//! All of this is done by the maintenance thread, which alone condemns segments, so none ends under
+//! it. The lane's `erasing` lock keeps out removals of this process, which punch holes too.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -28,29 +28,30 @@ use crate::log::drive::Volume;
 use crate::log::lane::{Lane, LaneRole, PolicyEvent, SegmentPhase, SlotRange, slot_bytes};
 use crate::log::{journal, policy};
 
-/// Of the capacity, the part that is given up at once: one of so many.
+/// At most one part in this many of the capacity is evicted at once, but a segment's bytes always.
 const BATCH_SHARE: u64 = 32;
-/// Segments' worth of chunks that are passed over, because they cannot go yet, before the search
-/// ends.
+/// The search for chunks ends when those passed over, because they cannot go yet, would fill so
+/// many segments.
 const PASSED_OVER: u64 = 4;
-/// Segments above the wished number at which no chunks are given up before some have been emptied.
+/// With this many segments more than there should be, segments are reclaimed before chunks are
+/// evicted.
 const TOO_MANY: u64 = 6;
-/// For so long, each time room is made, holes wait for loads to pause: the file cannot be read
-/// while one is punched.
+/// How long, in each call, holes wait for a pause between loads: data.kv cannot be read while one
+/// is punched.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// The same while nothing is ready to be written to.
+/// The same while no segment is ready.
 const PATIENCE_IN_NEED: Duration = Duration::from_millis(50);
-/// How often a pause is looked for.
+/// Time between two looks for a pause.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
-/// What was given up.
+/// What was evicted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct EvictedSlots {
     pub(super) chunks: u64,
     pub(super) bytes: u64,
 }
 
-/// Gives up chunks until about a segment's bytes are free; false where that cannot be done.
+/// Evicts chunks until about a segment's bytes are free; `false` where nothing could be evicted.
 pub(super) fn make_room(volume: &Volume) -> bool {
     let Some(own) = volume.own() else { return false };
     let can = own.state().is_ok_and(|state| state.usage.chain().is_some()) && !own.has_no_holes();
@@ -65,7 +66,8 @@ pub(super) fn make_room(volume: &Volume) -> bool {
         return true;
     }
     let doomed = own.state().map_or(0, |s| s.usage.chain().map_or(0, |c| c.doomed_bytes()));
-    // All that has been given up already at once, within bounds, because each time costs flushes.
+    // All chunks that the policy has given up so far go at once, within bounds: each call costs
+    // flushes.
     let bytes = own.segment_bytes().max(doomed.min(capacity / BATCH_SHARE));
     let freed = evict_some(volume, &own, bytes).unwrap_or_else(|e| {
         tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was evicted");
@@ -80,8 +82,8 @@ fn in_use(own: &Lane) -> u64 {
     own.state().map_or(0, |s| s.segments.in_use()) as u64
 }
 
-/// Empties the emptiest segment where there are too many, as long as the open one has plenty of
-/// room for what must be written again.
+/// Reclaims the emptiest segment where there are too many, if the open one has plenty of room for
+/// the slots that must be written again.
 fn tidy(volume: &Volume, own: &Lane, most: u64) {
     if own.state().is_ok_and(|state| state.segments.is_roomy()) && in_use(own) > most {
         segment::reclaim_one(volume);
@@ -95,7 +97,7 @@ fn has_dead(own: &Lane) -> bool {
     state.segments.iter().any(|(number, segment)| segment.is_at_rest() && is_empty(number))
 }
 
-/// Gives up chunks of about `bytes`; how many bytes were given back.
+/// Evicts chunks of about `bytes`; how many bytes were given back.
 fn evict_some(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
     trim_regions(own)?;
     let mut freed = 0;
@@ -111,19 +113,19 @@ fn evict_some(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
     Ok(freed)
 }
 
-/// What the regions of sealed segments have left is of no use.
+/// Gives the unused ends of sealed segments' regions back to the file system.
 fn trim_regions(own: &Lane) -> Result<()> {
     let tails = own.state()?.segments.take_region_tails();
     for (number, used) in tails {
-        // Granted anew with the segment. Where it cannot be allocated, the region keeps its space.
+        // The space is granted anew with the segment's next use. Where no hole can be punched, the
+        // region keeps its space.
         drop(own.index.punch_hole(own.region_offset(number) + used, own.superblock.region_bytes - used));
     }
     Ok(())
 }
 
-/// The chunks to go next, of those in sealed segments without leases: given-up ones of about
-/// `bytes`, and where those make less than `need` because some cannot go yet, others that the
-/// policy would have kept.
+/// The chunks to evict next, in sealed segments without leases: about `bytes` of those that the
+/// policy has given up, and, if these are less than `need`, others that it would have kept.
 fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
     let mut guard = own.state()?;
     let state = &mut *guard;
@@ -157,7 +159,7 @@ fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
     Ok(chosen)
 }
 
-/// Gives up chunks of sealed segments of a held lane. Those that cannot go now are offered again to
+/// Evicts chunks of sealed segments of a held lane. Those that are leased by now are given back to
 /// the policy.
 pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -> Result<EvictedSlots> {
     chosen.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
@@ -181,8 +183,8 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
     let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch);
     let mut going: Vec<Entry> = Vec::new();
     {
-        // Under the lock, so that the table does not grow, and leave behind what is marked or is
-        // not any more.
+        // Under the lane's lock, so that the table does not grow meanwhile: its copy could miss a
+        // mark.
         let state = lane.state()?;
         let table = lane.table();
         let is_at_rest = state.segments.is_at_rest(first.segment, first.epoch);
@@ -193,7 +195,7 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
             }
         }
     }
-    // Whoever takes a lease from here on looks at the table afterwards, and finds the entry marked.
+    // A load that takes a lease from here on looks at the table afterwards, and finds the mark.
     fence(Ordering::SeqCst);
     if lane.is_leased(first.segment, first.epoch) {
         let mut state = lane.state()?;
@@ -228,7 +230,8 @@ pub(super) fn erase_marked(
     Ok(freed)
 }
 
-/// Lists slots as gone: in their segment's region, or, while that is not sealed, in the journal.
+/// Lists slots as gone: in their segment's region, or, while the segment is not sealed, in the
+/// journal.
 fn list(lane: &Lane, going: &[Entry]) -> Result<()> {
     let mut state = lane.state()?;
     for e in going {
@@ -249,7 +252,7 @@ fn list(lane: &Lane, going: &[Entry]) -> Result<()> {
     Ok(())
 }
 
-/// Takes the entries of slots that are unreadable now out of the table.
+/// Takes the entries of slots out of the table that are unreadable now.
 fn forget(lane: &Lane, gone: &[Entry]) -> Result<()> {
     let shared = lane.shared();
     shared.iter().for_each(|s| s.note_erasure());
@@ -262,7 +265,8 @@ fn forget(lane: &Lane, gone: &[Entry]) -> Result<()> {
     Ok(())
 }
 
-/// Tells of what goes, if anybody asks; the whole keys are in the segments' regions only.
+/// Adds the evicted keys to the eviction feed, if that is used. Entries have half of each key; the
+/// segment's region has all of it.
 fn tell(volume: &Volume, lane: &Lane, segment: (u32, u32), going: &[Entry]) {
     if !volume.ctx.evicted.is_wanted() {
         return;
@@ -283,8 +287,8 @@ fn wait_for_pause(volume: &Volume, deadline: Instant) {
     }
 }
 
-/// Makes durable that what was given up is gone, and notes that on the drive: otherwise the next
-/// opening looks at each of the slots. Where that fails they stay as they are until the next time.
+/// Makes durable what was made unreadable, and notes that in the lists of gone slots: otherwise the
+/// next opening reads each of the slots. Where that fails it is tried again later.
 pub(in crate::log) fn flush_evictions(lane: &Lane) {
     if !lane.erasures_are_durable()
         && let Err(e) = lane.flush_erasures()
@@ -294,7 +298,7 @@ pub(in crate::log) fn flush_evictions(lane: &Lane) {
     write_lists(lane);
 }
 
-/// Writes the lists of what is gone where they are not as they should be.
+/// Writes the lists of gone slots that have changed.
 pub(super) fn write_lists(lane: &Lane) {
     let changed = lane.state().map(|state| state.segments.gone_changed()).unwrap_or_default();
     changed.into_iter().for_each(|segment| journal::try_write_gone(lane, segment));

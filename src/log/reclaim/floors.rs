@@ -1,5 +1,5 @@
-//! What lies below a floor: it leaves the tables and its slots are made unreadable; then the floors
-//! of tenants are dropped.
+//! What lies below a floor leaves the tables. A tenant's slots are made unreadable too, and then
+//! its floor is dropped. Below the floor of everything, which stays, slots go with their segments.
 
 use std::sync::Arc;
 
@@ -10,8 +10,7 @@ use crate::log::base::paths;
 use crate::log::drive::{Volume, floors};
 use crate::log::lane::{Lane, LaneRole};
 
-/// Makes what lies below the floors unreadable in the lanes that this process holds, where that has
-/// not been done.
+/// Applies floors to the lanes that this process holds, where that has not been done.
 pub(super) fn apply(volume: &Volume) -> Result<()> {
     let generation = volume.shard.floors_generation();
     let mut changed = false;
@@ -34,8 +33,8 @@ pub(super) fn apply(volume: &Volume) -> Result<()> {
     Ok(())
 }
 
-/// Takes what lies below the floor of everything out of the table. Its slots go with their
-/// segments: that floor stays.
+/// Takes what lies below the floor of everything out of the table. The slots stay readable until
+/// their segments are reclaimed, and the floor hides them for ever.
 fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     let floor = volume.shard.floor();
     let _one = lane.erasing.lock();
@@ -47,8 +46,8 @@ fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     Ok(())
 }
 
-/// Makes the slots of tenants below their floors unreadable; `false` where something may still be
-/// written to one.
+/// Makes the slots of tenants below their floors unreadable; `false` where more of them may appear
+/// or be hidden: puts that began earlier, or slots in unsealed segments that were never published.
 fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     if !volume.shard.has_tenant_floors() {
         return Ok(true);
@@ -77,7 +76,7 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     }
     let highest = volume.shard.highest_tenant_floor();
     let state = lane.state()?;
-    // What is in segments that are not sealed yet may hold slots that were never published.
+    // Segments that are not sealed yet may hold slots that were never published.
     let is_over = |oldest| oldest > highest;
     Ok(state.puts.oldest().is_none_or(is_over) && !state.segments.may_hide_below(highest))
 }

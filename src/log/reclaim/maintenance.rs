@@ -1,5 +1,5 @@
 //! The maintenance thread of a drive: it keeps a free segment ready, reclaims, reads touches, makes
-//! unreadable what was removed, adopts orphaned lanes, and writes down what the policy has learned.
+//! unreadable what was removed, adopts orphaned lanes, and saves what the policy has learned.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,12 +11,12 @@ use crate::log::drive::{Helpers, Volume};
 use crate::log::lane::LaneRole;
 use crate::log::{Log, policy};
 
-/// How often it looks by itself.
+/// How often the thread looks for work if nobody wakes it.
 const TICK: Duration = Duration::from_millis(50);
-/// How soon one who waits for it looks again.
+/// Time between two looks of a call that waits for the thread.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// What calls do of it themselves in a log without threads.
+/// Work that calls do themselves in a log without threads.
 pub(in crate::log) fn helpers() -> Helpers {
     let make_ready = |volume: &Volume| {
         sweep(volume);
@@ -34,7 +34,7 @@ pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     let mut last_scan = Instant::now();
     let mut kept = Instant::now();
     while !stop.load(Ordering::Acquire) {
-        // Woken or not, it looks.
+        // It looks both when it is woken and after the tick.
         let _ = volume.waker.1.recv_timeout(TICK);
         if stop.load(Ordering::Acquire) {
             return;
@@ -51,14 +51,14 @@ pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     }
 }
 
-/// Waits until the maintenance threads find nothing to give up any more.
+/// Waits until the maintenance threads have evicted and reclaimed nothing in a whole round.
 pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
     let counters = &log.ctx.counters;
     let given_up = || (counters.evicted.get(), counters.reclaimed.get());
     loop {
         let before = given_up();
         for volume in &log.volumes {
-            // The round that ends first may have begun earlier.
+            // The first round to end may have begun before this look.
             let wanted = volume.rounds.load(Ordering::Acquire) + 2;
             while volume.rounds.load(Ordering::Acquire) < wanted {
                 if Instant::now() >= deadline {
@@ -74,10 +74,10 @@ pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
     }
 }
 
-/// What it remembers between its turns.
+/// What is remembered between rounds.
 #[derive(Debug)]
 pub(in crate::log) struct Maintenance {
-    /// The latest logical time of the lanes, so that all of them stay near it.
+    /// The latest logical time of the lanes, which keeps their times close to each other.
     tick: u32,
 }
 
@@ -88,7 +88,7 @@ impl Default for Maintenance {
 }
 
 impl Maintenance {
-    /// What is done often: touches, removals by others, floors, segments made ready.
+    /// The frequent work: touches, removals by others, floors, quotas, segments made ready.
     pub(in crate::log) fn look(&mut self, volume: &Volume, stop: &AtomicBool) {
         if volume.is_lost() {
             return;
@@ -109,7 +109,7 @@ impl Maintenance {
         }
     }
 
-    /// What is done now and then.
+    /// The work of every scan interval.
     pub(in crate::log) fn scan(&mut self, volume: &Volume) {
         if volume.is_lost() {
             return;

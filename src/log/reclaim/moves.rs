@@ -1,10 +1,10 @@
-//! Writing a slot again that reclaim wants to keep.
+//! Moves: writing a slot again that reclaim wants to keep.
 //!
-//! A move keeps the sequence, so it can never escape a floor; and it is published only if the table
-//! still says that the key lies where it was read. What fails its check on the way is not moved.
+//! A copy keeps the sequence, so that floors apply to it too. It is published only if the table
+//! still says that the key lies where it was read. A slot that fails a check is not moved.
 //!
-//! Invariant: a copy has no header while removals know nothing of it. It gets one when its original
-//! lies in a condemned segment, for which they wait, and is still served.
+//! Invariant: a copy has no header while removals cannot know of it. It gets one when its original
+//! lies in a condemned segment, which removals wait for, and is still served.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::log::drive::Volume;
 use crate::log::lane::{HeldSlot, Hold, Lane, Need, SlotPlace, SlotRange, aligned};
 use crate::log::policy;
 
-/// A slot written again, but for its header, and not published yet.
+/// A slot written again, without its header, and not published yet.
 pub(super) struct Copy {
     record: Record,
     place: SlotPlace,
@@ -30,14 +30,15 @@ pub(super) struct Copy {
     header_at: u32,
     slot_bytes: u64,
     hold: Hold,
-    /// A removal of its key that begins from now on is noticed.
+    /// By this a removal of the key since the copy began is noticed.
     claim: KeyClaim,
 }
 
-/// Writes a slot of the lane `from` again; `None` where there is no room, or no need.
+/// Writes a slot of the lane `from` again, into the own lane; `None` where there is no room, or the
+/// own lane has the key or is getting it.
 pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &Record) -> Result<Option<Copy>> {
     let is_own = from.number == own.number;
-    // What is stored here already, or just being stored, need not come.
+    // The own lane has the key already.
     if !is_own && own.get(&record.key).is_some() {
         return Ok(None);
     }
@@ -65,13 +66,13 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
     Ok(Some(Copy { record: *record, place, header, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
 }
 
-/// Gives copies their headers, and makes them durable: without that a crash could leave the record
-/// of a copy without its bytes, and with it lose the original that it stands for. Gives back the
-/// records that are no longer what they were, as those of what was removed while it was copied:
-/// their copies never get a header, which a power cut might leave.
+/// Gives copies their headers, and flushes: a crash must not leave the record of a copy without its
+/// bytes, while the original is freed. Takes out the copies whose originals are not served any
+/// more, for example because the key was removed meanwhile, and gives back their records. These
+/// copies never get a header, which could survive a power cut.
 ///
 /// # Errors
-/// Those of the drive: none of them is readable, as far as the drive still takes that.
+/// Those of the drive: then the headers are overwritten with zeros, if the drive still can.
 pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>) -> Result<Vec<Record>> {
     let gone: Vec<Copy> = copies.extract_if(.., |copy| !copy.is_wanted(from)).collect();
     if !copies.is_empty() {
@@ -84,7 +85,8 @@ pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>) -> Resul
     Ok(gone.iter().map(|copy| copy.record).collect())
 }
 
-/// Makes complete copies count. Gives back the records that are no longer what they were.
+/// Publishes complete copies. Gives back the records of those that are not published, because their
+/// keys were removed, or reported bad, since.
 pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
     let mut stayed = Vec::new();
     for copy in copies {
@@ -103,7 +105,8 @@ pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copi
 }
 
 impl Copy {
-    /// Whether its original is still served. Of a condemned segment nothing is removed any more.
+    /// Whether its original is still served. Its segment is condemned, so no removal changes that
+    /// after this look.
     fn is_wanted(&self, from: &Lane) -> bool {
         !self.claim.is_removed() && slot_in_table(from, &self.record).is_some()
     }
@@ -113,7 +116,7 @@ impl Copy {
         own.write(&own.data, offset, self.hold.on(aligned(&self.header)?.into()))
     }
 
-    /// Makes it unreadable: nobody knows of it, and a rebuild must not find it.
+    /// Makes it unreadable: no entry names it, and a rebuild must not find it.
     fn blank(&self, own: &Lane) -> Result<()> {
         let pages = (self.slot_bytes / PAGE_BYTES as u64) as u32;
         own.blank(self.place.segment, &SlotRange { page: self.place.page, pages, header_at: self.header_at })?;
@@ -188,7 +191,8 @@ fn publish(own: &Lane, (from, claim): (&Lane, &KeyClaim), old: &Record, moved: R
     if !is_own && table.get_marked(&old.key).is_some() || !state.segments.takes_records(moved.segment, moved.epoch) {
         return Ok(false);
     }
-    // Who removes the key meanwhile waits until it lies at its new place, and removes it there.
+    // A removal that meets this mark waits until the key lies at its new place, and removes it
+    // there.
     if claim.is_removed() || !from.table().mark(&old.key, old.sequence, Mark::Leaving)? {
         return Ok(false);
     }
@@ -203,7 +207,7 @@ fn publish(own: &Lane, (from, claim): (&Lane, &KeyClaim), old: &Record, moved: R
         state.usage.carry(slot, uses);
         policy::note_moved(&mut state, &entry);
     }
-    // It was worth a move: that must not be forgotten when the cache is opened again.
+    // A hotness of at least 1, so that after the next opening it still counts as used.
     state.log(Record { hotness: uses.1.max(1), ..moved });
     Ok(true)
 }

@@ -1,9 +1,9 @@
-//! Lanes that nobody writes any more: those of other namespaces and shards give way when room is
-//! needed, adopted ones are removed when they are empty.
+//! Lanes that no process writes any more: those of other namespaces and shards are deleted when
+//! room is needed, adopted ones when they are empty.
 //!
-//! A lane is removed only by one who has its lock, under the lock of its shard directory, its lock
-//! file last: nobody can take a lane that is about to go. Files that are still open elsewhere live
-//! on until they are closed.
+//! A lane is deleted only by a process that has its lock and that of its shard, and its lock file
+//! goes last: so no process can take a lane that is being deleted. Files that are open elsewhere
+//! keep their bytes until they are closed.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -49,20 +49,22 @@ fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
     Ok(true)
 }
 
+/// Deletes a lane whose lock, and that of its shard, the caller has.
 pub(in crate::log) fn delete(lane: &Path) -> Result<()> {
     for name in paths::LANE_FILES {
         remove_file(&lane.join(name))?;
     }
     std::fs::remove_dir(lane).map_err(|e| Error::io("cannot remove a lane's directory", e).at(lane))?;
-    // A power cut must not bring the lane back: removals do not look into it any more.
+    // A power cut must not bring the lane back: removals after this do not look into it.
     lane.parent().map_or(Ok(()), paths::sync_dir)
 }
 
-/// Removes adopted lanes that hold nothing any more.
+/// Deletes adopted lanes that hold nothing any more.
 pub(super) fn remove_empty_lanes(volume: &Volume) {
     let lanes = volume.lanes();
     for lane in lanes.held().filter(|l| l.role == LaneRole::Adopted && is_empty(l)) {
-        // Removals will not look into it any more, and a power cut may bring its files back.
+        // Removals after this do not look into the lane, and a power cut may bring its files back:
+        // so its slots must be unreadable durably first.
         if let Err(e) = lane.flush_erasures() {
             tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
             continue;
@@ -70,7 +72,7 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
         let removed = volume.lock_shard().and_then(|_lock| {
             volume.forget(lane.number);
             let deleted = delete(&lane.dir);
-            // Somebody may have attached to it again before its files went.
+            // A process may have attached to it again before its files were deleted.
             volume.shard.bump_lanes();
             deleted
         });
@@ -82,7 +84,7 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
     }
 }
 
-/// Whether nothing of the lane could be recovered.
+/// Whether none of the lane's segments is in use.
 fn is_empty(lane: &Lane) -> bool {
     lane.state().is_ok_and(|state| state.segments.in_use() == 0)
 }

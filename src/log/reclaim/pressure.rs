@@ -1,8 +1,8 @@
 //! Space pressure between processes: one whose lanes hold next to nothing, and that finds no room,
-//! requests space; those that hold a lot grant some.
+//! requests space; one that holds many gives a segment back.
 //!
-//! The message is a small file beside the lanes, rewritten while the pressure lasts. Nothing
-//! depends on it being read.
+//! A request is the small file `WANTED` in the cache directory, rewritten while the pressure lasts.
+//! Nothing depends on it being read.
 
 use std::fs;
 use std::io::Write;
@@ -14,9 +14,9 @@ use crate::log::base::paths;
 use crate::log::drive::Volume;
 
 const NAME: &str = "WANTED";
-/// A message older than this is over.
+/// A request older than this does not count.
 const LASTS: Duration = Duration::from_secs(5);
-/// Who holds no more than this many segments gives nothing.
+/// A process with no more segments than this gives none back; one with fewer may ask for some.
 const MODEST: usize = 4;
 
 /// Segments that this process's lanes hold.
@@ -29,7 +29,7 @@ pub(super) fn request_space(volume: &Volume) {
     if holds(volume) >= MODEST {
         return;
     }
-    // The time of the write is the message; the text is for people.
+    // Only the time of the write counts; the text is for people.
     let written = paths::open_small(&volume.root.join(NAME), true)
         .and_then(|mut file| writeln!(file, "{:>10}", std::process::id()).map_err(|e| Error::io("cannot write", e)));
     if let Err(e) = written {
@@ -45,7 +45,7 @@ pub(super) fn grant_space(volume: &Volume) {
     if !is_recent || holds(volume) <= MODEST {
         return;
     }
-    // What is reclaimed has no space any more. The segment that was ready stays so: otherwise this
+    // A reclaimed segment has no space any more. The one that is ready is kept: without it this
     // process would take the room again at once.
     let _ = evict::make_room(volume) || segment::reclaim_one(volume);
     drop(fs::remove_file(&path));

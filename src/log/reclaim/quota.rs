@@ -1,8 +1,8 @@
-//! Room for tenants at their quota: their own chunks go, the least recently used first and of these
-//! the ends of chains first.
+//! Room for tenants at their quota: their own chunks are evicted, the least recently used first,
+//! and of equally old ones those deepest in their chains first.
 //!
-//! Chunks of other tenants never go for it. Where the file system takes no holes, a tenant at its
-//! quota stores again when whole segments have been reclaimed.
+//! Chunks of other tenants are never evicted for it. Where the file system takes no holes, a tenant
+//! at its quota stores again only when whole segments have been reclaimed.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use crate::log::drive::Volume;
 use crate::log::lane::{Lane, slot_bytes, tenant_of};
 use crate::log::policy;
 
-/// Counts what other processes' lanes hold, now and then.
+/// Counts what tenants hold in other processes' lanes, if there are quotas.
 pub(super) fn count(volume: &Volume) {
     if let Some(quota) = &volume.quota {
         quota.count(volume);
@@ -28,7 +28,7 @@ pub(super) fn enforce(volume: &Volume) {
     if quota.excess(volume).is_empty() || own.has_no_holes() {
         return;
     }
-    // Others may have given something up.
+    // Other processes may have evicted chunks since the last count.
     quota.count(volume);
     let excess = quota.excess(volume);
     quota.forget_refused();
@@ -51,8 +51,8 @@ fn give_up(volume: &Volume, own: &Arc<Lane>, tenant: u64, bytes: u64) -> Result<
     Ok(())
 }
 
-/// Chunks of the tenant in sealed segments that nobody leases, the first to go first, of about so
-/// many bytes.
+/// About `bytes` of the tenant's chunks in sealed segments without leases, in the order in which
+/// they are to be evicted.
 fn choose(own: &Lane, tenant: u64, bytes: u64) -> Result<Vec<Entry>> {
     let state = own.state()?;
     let table = own.table();

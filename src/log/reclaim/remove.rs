@@ -19,13 +19,13 @@ use crate::log::lane::{Lane, SlotRange};
 use crate::log::policy;
 use crate::log::recovery::reader::header_of_slot;
 
-/// How often who waits for another process, or for reclaim, looks again.
+/// Time between two looks of a removal that waits for another process.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 impl Log {
-    /// Removes keys; says of each whether it was there. After the return nothing of them is served
-    /// by any process, also after a crash and a rebuild, until they are stored again. A put of
-    /// another process that has begun and not ended counts as later.
+    /// Removes keys; for each, whether it was stored. After the return no process serves any of
+    /// them, also after a crash and a rebuild, until it is stored again. A put of another process
+    /// that is under way counts as later.
     ///
     /// # Errors
     /// `Io`, `TimedOut`, `Permission`: some of them may still be served, or come back after a
@@ -46,7 +46,7 @@ impl Log {
     /// Removes everything stored under a cache salt; how many chunks that were.
     ///
     /// # Errors
-    /// `Io`, `NoSpace`, `TimedOut`, `Busy`: nothing may have been removed.
+    /// `Io`, `NoSpace`, `TimedOut`, `Busy`: on some drives, or all, nothing was removed.
     pub fn remove_tenant(&self, tenant: u64) -> Result<u64> {
         self.ctx.check_writable()?;
         let mut keys: HashSet<ChunkKey> = HashSet::new();
@@ -92,8 +92,9 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     let removal = KeyRemoval { volume, keys, until, by_others: Cell::new(false) };
     let mut outcome = Ok(());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
-    // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked
-    // at to one that was. Of moves of other processes nothing is left where it was: once more then.
+    // Repeated until nothing is found: reclaim may have moved a chunk from a lane not yet looked at
+    // to one that was. A move by another process leaves no trace in the lane it came from, so where
+    // there are such lanes one more look in vain is needed.
     let is_shared = volume.lanes().all.iter().any(|lane| !lane.is_held());
     let mut looks_in_vain = 0;
     while looks_in_vain <= usize::from(is_shared) {
@@ -118,8 +119,8 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
         }
     }
     for lane in &volume.lanes().all {
-        // Slots that went earlier, and that no entry names any more, may still be readable after a
-        // power cut.
+        // Slots of the keys that were made unreadable earlier, and that no entry names any more,
+        // may be readable again after a power cut.
         if removal.by_others.get() || !lane.erasures_are_durable() || touched.iter().any(|l| l.number == lane.number) {
             outcome = outcome.and(flush(lane));
         }
@@ -141,18 +142,19 @@ struct KeyRemoval<'a> {
     volume: &'a Volume,
     keys: &'a [ChunkKey],
     until: Instant,
-    /// Some slot was unreadable already, by somebody who may not have counted or flushed that yet.
+    /// Some slot was unreadable already, and the process that made it so may not have counted or
+    /// flushed that yet.
     by_others: Cell<bool>,
 }
 
 impl KeyRemoval<'_> {
-    /// Makes the keys' slots in a lane unreadable; how many there were.
+    /// Makes the keys' slots in a lane unreadable; how many that were.
     fn in_lane(&self, lane: &Arc<Lane>) -> Result<usize> {
         if !lane.is_held() {
             return self.in_foreign(lane);
         }
         let _one = lane.erasing.lock();
-        // They may hold a slot of the keys that no entry names.
+        // A condemned segment may hold a slot of the keys that no entry names.
         segment::finish_condemned(self.volume, lane)?;
         let mut going = self.mark(lane)?;
         going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
@@ -164,8 +166,8 @@ impl KeyRemoval<'_> {
         Ok(going.len())
     }
 
-    /// Marks the keys' entries in a held lane, under the lock: a put is either noticed here, or has
-    /// noticed that its key is removed; and the table does not grow meanwhile.
+    /// Marks the keys' entries in a held lane, under its lock: a put has either entered the table
+    /// before, or finds its claim on the key gone; and the table does not grow meanwhile.
     fn mark(&self, lane: &Lane) -> Result<Vec<Entry>> {
         let _state = lane.state()?;
         let table = lane.table();
@@ -174,13 +176,14 @@ impl KeyRemoval<'_> {
         Ok(going)
     }
 
-    /// Makes the keys' slots unreadable in a lane that another process writes; how many there were.
+    /// Makes the keys' slots unreadable in a lane that another process writes; how many that were.
     fn in_foreign(&self, lane: &Arc<Lane>) -> Result<usize> {
         let mut count = 0;
         for key in self.keys {
             while let Some((entry, _, mark)) = lane.table().get_marked(key) {
                 if mark == Some(Mark::Removed) && count == 0 && !self.is_readable(lane, &entry)? {
-                    // By somebody else, and its holder is about to forget it.
+                    // Another process has made it unreadable; the lane's holder will drop the
+                    // entry.
                     self.by_others.set(true);
                     break;
                 }
@@ -191,7 +194,7 @@ impl KeyRemoval<'_> {
                 self.wait_for_holder(lane)?;
             }
         }
-        // They may hold a slot of the keys that no entry names.
+        // A condemned segment may hold a slot of the keys that no entry names.
         while lane.shared().is_some_and(|s| s.has_condemned()) {
             self.wait_for_holder(lane)?;
         }
@@ -201,7 +204,7 @@ impl KeyRemoval<'_> {
     fn wait_for_holder(&self, lane: &Lane) -> Result<()> {
         let ctx = &self.volume.ctx;
         if Instant::now() >= self.until || ctx.is_closed() || ctx.options.foreground {
-            let why = "the process that writes the lane is giving slots up, and does not end";
+            let why = "the process that writes the lane is evicting or moving slots, and does not end";
             return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
         }
         std::thread::sleep(LOOK_AGAIN);
@@ -210,12 +213,13 @@ impl KeyRemoval<'_> {
 
     fn is_readable(&self, lane: &Lane, entry: &Entry) -> Result<bool> {
         let found = header_of_slot(&lane.data, lane.slot_offset(entry.segment, entry.page))?;
-        // The header that is found may be that of a slot behind it, a copy of this one.
+        // The header found may belong to the next slot, even if that is a copy of this one.
         let place = (entry.seq, entry.segment, entry.epoch, entry.page);
         Ok(found.is_some_and(|(_, h)| (h.sequence, h.segment, h.epoch, h.page) == place))
     }
 
-    /// `false` where the slot is just going, or has moved.
+    /// Makes a slot unreadable in a lane that another process writes; `false` where that process is
+    /// just evicting it, or has moved it.
     fn remove_foreign(&self, lane: &Arc<Lane>, entry: &Entry) -> Result<bool> {
         let Some(_lease) = self.hold(lane, entry)? else { return Ok(false) };
         let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
@@ -237,7 +241,7 @@ impl KeyRemoval<'_> {
         Ok(true)
     }
 
-    /// Keeps reclaim from a slot; `None` where its segment is just going.
+    /// Keeps the segment of an entry from reclaim; `None` where it is being reclaimed already.
     fn hold(&self, lane: &Lane, entry: &Entry) -> Result<Option<LeaseGuard>> {
         let cannot = |why: &'static str| {
             Err(Error::new(ErrorKind::Permission, why).at(&lane.dir).advice("run this as the server's user"))

@@ -1,18 +1,18 @@
-//! Giving up a segment so that its space can be used again.
+//! Reclaim of a segment, so that its space can be used again.
 //!
 //! The order is the protocol, each step a function of its own:
 //! 1. *copy* what the policy wants to keep, with its sequence, to the open segment, while all of it
 //!    is still served; the copies have no headers yet, so that a removal need not know of them;
-//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is
-//!    left alone. Lookups and loads look at the same mark, so that a lookup finds nothing that a
-//!    load would not;
-//! 3. *complete* the copies of what is still served with their headers; flush; *publish* them; their
-//!    records are durable before the originals go;
+//! 2. *condemn*: nothing in the segment is served any more, and no lease is given; a segment with a
+//!    lease is left alone. Lookups and leases go by the same state, so that a lookup finds nothing
+//!    that a load would not;
+//! 3. *complete* the copies with their headers, if their keys were not removed; flush; *publish*
+//!    them; flush their records before the originals go;
 //! 4. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
 //! 5. *erase*: the segment becomes a hole; its entries leave the table.
 //!
-//! A segment that cannot be freed stays condemned, and is tried again. Whoever removes a key waits
-//! for it: it may hold a slot that no entry names.
+//! A segment that cannot be freed stays condemned, and is tried again. A removal of keys waits for
+//! it: it may hold a slot that no entry names.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -30,8 +30,8 @@ use crate::log::{journal, policy};
 
 /// Share of the live bytes that counts as hot, in percent.
 const HOT_PERCENT: u8 = 30;
-/// Segments that could not be freed, at which a lane tries no others: a drive that refuses writes
-/// must not cost what it can still read.
+/// With this many condemned segments a lane reclaims no others: a drive that refuses writes must
+/// not cost chunks that it can still read.
 const MOST_STUCK: usize = 4;
 /// Entries looked at for a survey; larger tables are sampled.
 const SURVEY_ENTRIES: u64 = 50_000;
@@ -57,11 +57,11 @@ impl Victim {
 struct Plan {
     /// Slots worth writing again, the most wanted first.
     keep: Vec<Record>,
-    /// Puts that are served and go.
+    /// Puts that the table still names, and that are not written again.
     drop: Vec<Record>,
 }
 
-/// Reclaims the segment that the policy gives up first and that nobody leases; whether there was
+/// Reclaims the first segment, in the order of the policy, that is not leased; whether there was
 /// one.
 pub(super) fn reclaim_one(volume: &Volume) -> bool {
     let mut refused = HashSet::new();
@@ -81,8 +81,7 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed
-/// then. How many segments were tried.
+/// Reclaims the empty segments of the held lanes with this role; how many were tried.
 pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
@@ -99,8 +98,7 @@ pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
     count
 }
 
-/// Reclaims the segments of which everything has expired, without waiting until their room is
-/// needed.
+/// Reclaims the segments in which everything has expired, before their room is needed.
 pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
@@ -113,7 +111,7 @@ pub(super) fn reclaim_expired(volume: &Volume) {
     }
 }
 
-/// Sealed segments of which everything has expired.
+/// Sealed segments in which everything has expired.
 fn expired_segments(lane: &Lane) -> Vec<u32> {
     let now_s = lane.ctx.now_s();
     let Ok(state) = lane.state() else { return Vec::new() };
@@ -128,8 +126,8 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
-        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk;
-        // the shared counts do not.
+        // An empty segment goes first: nothing is lost with it. A sample may overlook a chunk; the
+        // counts in shared memory do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
         let expired = expired_segments(lane);
         let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
@@ -146,8 +144,8 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     best.map(|(_, victim)| victim)
 }
 
-/// The policy for whole segments. That for chains looks after the chunks of one lane; where there
-/// are others, objects, or no holes, the order is that of use.
+/// The policy for whole segments. The policy for chains knows only the chunks of the own lane:
+/// where there are other lanes, objects only, or no holes, segments go in the order of use.
 fn policy_of(volume: &Volume) -> Reclaim {
     let thins = |lane: &Arc<Lane>| {
         let holds = |s: &LaneState| s.usage.chain().is_some_and(|c| c.held_bytes() > 0) && !lane.has_no_holes();
@@ -169,7 +167,7 @@ fn survey(lane: &Lane, refused: &HashSet<(u32, u32)>, sample_every: usize) -> Re
     };
     let survey = Survey::take(&table, state.usage.recency(), &options);
     let summary = |(number, segment): (u32, &Segment)| {
-        // What a put still writes, late as it may be, must not land in another use of the segment.
+        // A late write of a put must not land in another use of the segment.
         if !segment.is_at_rest() || refused.contains(&(lane.number, number)) {
             return None;
         }
@@ -181,7 +179,7 @@ fn survey(lane: &Lane, refused: &HashSet<(u32, u32)>, sample_every: usize) -> Re
     Ok((sealed, survey.hot_since))
 }
 
-/// Reclaims one segment; false if somebody leases it.
+/// Reclaims one segment; `false` where that cannot be done now, for a lease for example.
 fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let lane = &victim.lane;
     let stuck = lane.state()?.segments.condemned();
@@ -193,21 +191,21 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
     let mut copies = copy(volume, &own, victim, &mut plan);
-    // A removal of this process waits until the entries are gone, or does not find the segment
-    // condemned.
+    // A removal of this process either waits until the entries are gone, or comes before the
+    // segment is condemned.
     let _one = lane.erasing.lock();
     // Looked at once more, because lookups miss what is condemned even if that is taken back at
     // once for a lease.
     if is_leased() || !condemn(volume, victim)? {
         return Ok(false);
     }
-    // Only now: of a slot that no entry names, its original or its copy lies in a condemned segment,
-    // and removals, those of other processes too, wait for that.
+    // Copies get headers only now: of two slots of which an entry names one, the original lies in a
+    // condemned segment, and removals, also of other processes, wait for that.
     plan.drop.extend(moves::complete(&own, lane, &mut copies)?);
     let has_moved = !copies.is_empty();
     plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
     let now_s = volume.ctx.now_s();
-    // Not what the own lane has too, which is why it was not moved there.
+    // A key that the own lane has too was not moved, and is not lost.
     let is_elsewhere = |r: &Record| lane.number != own.number && own.get(&r.key).is_some();
     let is_live = |r: &&Record| r.expiry_s == 0 || u64::from(r.expiry_s) > now_s;
     let given_up = || plan.drop.iter().filter(|r: &&Record| !is_elsewhere(r));
@@ -216,8 +214,8 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     finish(volume, victim, &records, has_moved).map(|()| true)
 }
 
-/// Frees a condemned segment. Where that fails it stays condemned, and its slots may be readable:
-/// it is tried again now and then.
+/// Frees a condemned segment. Where that fails it stays condemned, with slots that may be readable,
+/// and is tried again at the next scan or removal.
 fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool) -> Result<()> {
     let lane = &victim.lane;
     if let Some(own) = volume.own().filter(|_| has_moved) {
@@ -233,7 +231,7 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
 /// `erasing` lock.
 ///
 /// # Errors
-/// Where one still cannot be.
+/// Where one still cannot be freed.
 pub(super) fn finish_condemned(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     let condemned: Vec<u32> = {
         let state = lane.state()?;
@@ -249,7 +247,8 @@ pub(super) fn finish_condemned(volume: &Volume, lane: &Arc<Lane>) -> Result<()> 
     Ok(())
 }
 
-/// Nobody finds anything in it or gets a lease on it from here on, unless somebody has one.
+/// Condemns a segment: nothing in it is found or leased from here on. `false` where it is leased,
+/// or not sealed and at rest.
 fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
     let mut state = victim.lane.state()?;
     if !state.segments.is_at_rest(victim.segment, victim.epoch) {
@@ -265,7 +264,8 @@ fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
     Ok(state.segments.condemn(victim.segment, victim.epoch))
 }
 
-/// Writes again what is worth it, but not on a drive that drains; the rest is dropped.
+/// Writes the slots of `plan.keep` again, except on a drive that is being drained; those that are
+/// not copied go to `plan.drop`.
 fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Vec<moves::Copy> {
     if volume.is_draining() {
         plan.drop.append(&mut plan.keep);
@@ -320,8 +320,8 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Bytes of a victim that may be written again. Where chunks are given up singly, what the emptiest
-/// segment still holds is what has been worth keeping for the longest time: all that has been saved
+/// Bytes of a victim that may be written again. Where chunks are evicted singly, what the emptiest
+/// segment still holds is what was worth keeping for longest: all of the budget that was not used
 /// so far may be spent on it.
 fn write_budget(volume: &Volume, lane: &Lane, policy: Reclaim) -> u64 {
     let (share, counters) = (volume.ctx.options.reclaim_write_budget, &volume.ctx.counters);
@@ -350,12 +350,12 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
     lane.flush_index()
 }
 
-/// Makes all of its slots unreadable. Where that fails, the segment stays condemned with its
-/// entries: a removal knows of them.
+/// Makes all slots of the segment unreadable. Where that fails, the segment stays condemned and
+/// keeps its entries, so that removals find them.
 fn erase(lane: &Lane, victim: &Victim) -> Result<()> {
     let outcome = lane.wipe_segment(victim.segment);
     if outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::TimedOut) {
-        // Late, it must not land in a later use of the segment.
+        // The write may still be done, and must not land in a later use of the segment.
         lane.state()?.segments.give_up(victim.segment);
     }
     outcome
@@ -374,8 +374,7 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
         {
             policy::note_dropped(&mut state, &record.key);
         }
-        // The chunk of the record, which may be a partial one, is not listed any more below the
-        // chunk before it.
+        // A partial chunk also leaves the list below the chunk before it.
         if let Some(length) = partial_length(record, state.chunk_tokens()) {
             table.drop_partial(&record.parent, length)?;
         }

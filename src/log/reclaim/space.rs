@@ -12,7 +12,7 @@ use crate::log::lane::{Lane, growth_bytes};
 /// Most bytes kept free for the small files of lanes that are made later.
 const MAX_SPARE_BYTES: u64 = 8 << 20;
 
-/// Keeps a free segment ready while the open one fills up.
+/// Keeps a segment ready while the open one fills up.
 pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     let Some(lane) = volume.own() else { return };
     if lane.state().is_ok_and(|mut state| state.growth.take_starved()) && !give_back_ready(volume) {
@@ -40,7 +40,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
-/// Tells those who wait for a segment that the drive does not give one, and the operator once.
+/// Ends the wait of calls for a segment that the drive does not give, and warns once.
 fn refused(lane: &Lane, why: &Error) {
     let Ok(mut state) = lane.state() else { return };
     let is_first = state.segments.refuse(why.kind(), why.to_string());
@@ -53,8 +53,8 @@ fn refused(lane: &Lane, why: &Error) {
     }
 }
 
-/// Makes more segments ready where these are small: with room that is free, or by reclaim of this
-/// process's own.
+/// Makes more segments ready where they are small, with room that is free or by reclaim of this
+/// process's lanes.
 pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     let Some(lane) = volume.own() else { return };
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_reserve()) {
@@ -68,8 +68,8 @@ pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
-/// Whether this process's lanes hold so little that orphans of others should go before anything of
-/// theirs.
+/// Whether this process's lanes hold so little that orphaned lanes of other namespaces should go
+/// before anything of theirs.
 fn is_poor(volume: &Volume) -> bool {
     let segments =
         |lane: &Arc<Lane>| lane.state().map_or(0, |state| state.segments.in_use()) as u64 * lane.segment_bytes();
@@ -77,7 +77,8 @@ fn is_poor(volume: &Volume) -> bool {
     volume.budget.as_ref().is_some_and(|b| held < b.capacity_bytes() / 2)
 }
 
-/// Gives space back while more is in use than the capacity allows, as after it was lowered.
+/// Gives space back while more is in use than the capacity allows, for example after that was
+/// lowered.
 pub(super) fn shrink(volume: &Volume) {
     let Some(budget) = &volume.budget else { return };
     while budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
@@ -87,7 +88,8 @@ pub(super) fn shrink(volume: &Volume) {
     }
 }
 
-/// Gives the space of a free segment back to the file system.
+/// Gives the space of a ready segment back to the file system; `false` where none is ready, or no
+/// hole can be punched.
 pub(super) fn give_back_ready(volume: &Volume) -> bool {
     let Some(lane) = volume.own() else { return false };
     let Some(number) = lane.state().ok().and_then(|mut state| state.segments.take_ready()) else { return false };
@@ -112,7 +114,7 @@ fn add_segment(lane: &Arc<Lane>) -> Result<()> {
             .allocate(sb.ring_offset, ring_bytes)
             .and_then(|()| lane.index.allocate(lane.region_offset(number), region_bytes))
             .and_then(|()| lane.data.allocate(offset, bytes));
-        // A file system that ran full on the way keeps the part that it had reserved.
+        // Where the file system ran full on the way, the part that was reserved is given back.
         taken.inspect_err(|_| drop(lane.data.punch_hole(offset, bytes)))
     })?;
     lane.state()?.segments.add_ready(number);

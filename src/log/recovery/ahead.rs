@@ -1,4 +1,4 @@
-//! Reading ahead: threads read and check pieces of a file, and one takes what they made of them.
+//! Reading ahead: threads read and check pieces of a file, while the caller takes their results.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -8,20 +8,20 @@ use crate::io::AlignedBuf;
 
 /// Bytes read at once.
 pub(super) const READ_BYTES: usize = 1 << 20;
-/// Threads that read, where there is much; with direct I/O, one would leave the drive idle while it
+/// Threads that read a large file. With direct I/O a single one would leave the drive idle while it
 /// checks.
 const READERS: usize = 3;
 /// Results that wait to be taken.
 const AHEAD: usize = 4 * READERS;
 
-/// Takes what a reader made.
+/// Takes the result of a reader.
 pub(super) type Give<'a, T> = &'a mut dyn FnMut(T) -> Result<()>;
 
-/// Reads and checks the piece with this number into a buffer, and gives away what it makes of it.
+/// Reads the piece with this number into a buffer, checks it, and gives its results.
 pub(super) type ReadPiece<'a, T> = dyn Fn(usize, &mut AlignedBuf, Give<'_, T>) -> Result<()> + Sync + 'a;
 
 /// Calls `read` once for each of `count` pieces of a file that have `bytes` bytes in all, with a
-/// buffer to read into, and gives `sink` what it makes, in no order.
+/// buffer to read into, and gives `sink` the results, in no order.
 ///
 /// # Errors
 /// Those of `read` and `sink`.
@@ -43,7 +43,7 @@ pub(super) fn read_pieces<T: Send>(
                 let (tx, next) = (tx.clone(), &next);
                 let work = move || {
                     let mut buf = AlignedBuf::zeroed(READ_BYTES)?;
-                    // Taken until one is refused, which is the error that counts.
+                    // Fails only after `sink` has failed, whose error is the one returned.
                     let refused = || Error::new(ErrorKind::Internal, "not taken");
                     let mut give = |made| tx.send(made).map_err(|_| refused());
                     loop {
@@ -60,7 +60,7 @@ pub(super) fn read_pieces<T: Send>(
             .collect::<Result<_>>()?;
         drop(tx);
         let outcome = rx.iter().try_for_each(sink);
-        // The readers stop when nobody takes what they make.
+        // The readers stop when their results are not taken any more.
         drop(rx);
         readers.into_iter().fold(outcome, |outcome, reader| {
             let panicked = || Err(Error::new(ErrorKind::Internal, "a thread that reads the index panicked"));

@@ -29,7 +29,7 @@ pub(super) struct Recovery<'a> {
     superblock: &'a Superblock,
     /// By segment, when the last of its puts expires.
     expiries: Vec<u64>,
-    /// What another record of its key has kept out of the table, or taken its place in it.
+    /// Entries that another record of their key has kept out of the table, or replaced there.
     twins: Vec<Entry>,
 }
 
@@ -49,8 +49,9 @@ impl<'a> Recovery<'a> {
         Self { ctx, table, shared, state, superblock, expiries: Vec::new(), twins: Vec::new() }
     }
 
-    /// Enters records of one segment. What finds no place in the table, which was made for all
-    /// records (only an unlucky spread can fill a stretch of it), is a miss.
+    /// Enters records of one segment. The table was made for the records that index.kv names; what
+    /// finds no place in it (many slots found by their headers alone, or an unlucky spread) is
+    /// counted as damaged, and is a miss.
     pub(super) fn take(&mut self, records: &[Record]) -> Result<()> {
         let Some(first) = records.first() else { return Ok(()) };
         let segment = first.segment as usize;
@@ -93,14 +94,14 @@ impl<'a> Recovery<'a> {
         Ok(())
     }
 
-    /// What was found, ready to be used, and the entries that lost against others of their keys:
-    /// their slots may be there all the same, and nobody would know of them.
+    /// The recovered state and table, and the entries that lost against others of their keys: their
+    /// slots may still be readable, although no entry names them.
     pub(super) fn finish(mut self, found: FoundIndex) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
         let counters = &self.ctx.counters;
         counters.damaged_records.add(found.damaged);
         counters.recovered_records.add(found.records);
         if found.damaged > 0 {
-            tracing::warn!(damaged = found.damaged, "index.kv has damaged records or pages; their chunks are misses");
+            tracing::warn!(damaged = found.damaged, "index.kv is damaged: chunks whose slots are not found are misses");
         }
         let summary = Summary { mount_generation: self.superblock.mount_generation, max_sequence: found.max_sequence };
         self.state.pending = Pending::new(self.superblock.ring_pages, found.next_page);

@@ -56,7 +56,8 @@ pub(in crate::log) fn try_lock(dir: &Path) -> Result<Option<FileLock>> {
     let path = dir.join(paths::LANE_LOCK);
     let Some(lock) = FileLock::take(paths::open_small(&path, true)?, &path)? else { return Ok(None) };
     let mut file = lock.file();
-    // Somebody who removed the lane may have unlinked the file between our opening and locking it.
+    // A process that removed the lane may have unlinked the file between opening and locking it
+    // here.
     use std::os::unix::fs::MetadataExt;
     let same = file.metadata().ok().zip(fs::metadata(&path).ok()).is_some_and(|(a, b)| a.ino() == b.ino());
     if !same {
@@ -117,8 +118,8 @@ impl Surroundings {
         Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
     }
 
-    /// The data of lanes of other processes are written too, where they may be: a removal makes
-    /// slots unreadable there.
+    /// Opens data.kv; of another process's lane for writing too, where permitted, as a removal
+    /// makes slots unreadable there.
     fn open_data(&self, path: &Path, write: bool) -> Result<DirectFile> {
         let removes = self.ctx.options.mode == Mode::Rw;
         match DirectFile::open(path, FileOptions::read_write()) {
@@ -128,9 +129,9 @@ impl Surroundings {
         }
     }
 
-    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew
-    /// where the settings say so, and one whose data.kv is gone in any case: what its index
-    /// tells of is not there any more.
+    /// As [`open_files`](Self::open_files) for writing. A lane that cannot be used is made anew
+    /// where the settings say so; one whose data.kv is gone is made anew in any case, as its index
+    /// names nothing that is there.
     pub(in crate::log) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
         match self.open_files(dir, true) {
             Err(e) if e.kind() == ErrorKind::NotFound && !paths::is_there(&dir.join(paths::DATA)) => {
@@ -203,17 +204,17 @@ impl Surroundings {
         let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = shared_state(ctx, &candidate.dir, segments)?;
         if role == LaneRole::Adopted {
-            // What the writer that died had not flushed is believed too, and so must not be lost
-            // with the next power cut: a segment that it was giving up, for one. Of the own lane
-            // the superblock has just been written, and flushed with all else.
+            // Recovery relies on all that the dead writer has written, so what it had not flushed
+            // must not be lost with the next power cut: for example that a segment is free. For the
+            // own lane, writing the superblock has just flushed index.kv.
             index.sync_data()?;
         }
         let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
         let table = make_table(ctx, &candidate.dir, entries, generation)?;
-        // All of it is about to be written, in no order: one sweep costs less than a fault per
-        // page.
+        // All of it is about to be written, in no order: one sweep costs less than a page fault
+        // each.
         table.populate();
         let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
         let found = reader.replay(&mut |records| recovery.take(records))?;
@@ -248,7 +249,8 @@ impl Surroundings {
             attach_table(ctx, &candidate.dir).and_then(|table| Ok((table, attach_shared(ctx, &candidate.dir)?)));
         let (table, shared) = match attached {
             Ok((table, shared)) => (table, Some(shared)),
-            // Its writer is about to make the table; the next scan attaches.
+            // Its writer is about to make the table. It counts up the shard's lane generation when
+            // it has, and then this process tries again.
             Err(e) if ctx.options.mode == Mode::Rw => return Err(e),
             Err(_) => {
                 let (table, found) = read_into_memory(ctx, &index, &data, &superblock)?;
@@ -275,8 +277,8 @@ impl Surroundings {
     }
 }
 
-/// A lane whose making was cut off: its superblock never became durable whole, and there are no
-/// data. Nothing can be lost with it, so that a power cut at the first start does not keep a server
+/// Whether the making of a lane was cut off: no superblock is intact, and there are no data.
+/// Nothing can be lost by making it again, so a power cut at the first start does not keep a server
 /// from its cache.
 fn is_unmade(dir: &Path) -> Result<bool> {
     if reader::file_bytes(&dir.join(paths::DATA)) > 0 {
@@ -299,8 +301,8 @@ pub(in crate::log) fn write_superblock(index: &DirectFile, superblock: &Superblo
     index.sync_data()
 }
 
-/// Segments the lane may get (what the capacity allows, and what it has), and how many of them fill
-/// the capacity.
+/// Segments that the lane may get (what the capacity allows, or what it has if that is more), and
+/// how many fill the capacity; both with a few to spare.
 fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_bytes: u64) -> (u32, u32) {
     let full = capacity_bytes.div_ceil(sb.segment_bytes);
     let most = full.max(sizes::most_segments(capacity_bytes, sb, slot_bytes));
@@ -319,8 +321,9 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
 }
 
 /// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of
-/// free segments back, and makes unreadable once more what may not be so durably. All of this
-/// before anybody may learn that a slot is gone.
+/// free segments back; and makes durably unreadable the slots that the index lists as gone and
+/// those of `twins`. All of this before other processes see the table, from which those slots are
+/// missing.
 fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
     journal::seal_full(lane)?;
     let (absent, unsettled) = {
@@ -345,12 +348,13 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
     if is_punched { lane.flush_erasures() } else { Ok(()) }
 }
 
-/// Whether slots may lie in a free segment: it may also have space that was never written.
+/// Whether slots may lie in a free segment. Space that was reserved and never written has none.
 fn has_data(lane: &Lane, offset: u64) -> Result<bool> {
     Ok(lane.data.next_data(offset)?.is_some_and(|at| at < offset + lane.segment_bytes()))
 }
 
-/// Erases slots of which only the first page is known: what the header says, if there still is one.
+/// Makes gone slots unreadable, of which only the first page is known: their headers, if they are
+/// still there, have the rest.
 fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
     for page in gone {
         let offset = lane.slot_offset(segment, *page);
@@ -362,9 +366,9 @@ fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Of two slots of a key makes one unreadable, or a removal would leave it. It is the older one.
-/// Where one is a copy of the other, by a move that a crash has cut off, the one that is whole
-/// stays: of a hole a crash may keep a part.
+/// Makes one of two slots of a key unreadable, since a removal finds only the one that the table
+/// names. The older one goes. Where one is a copy of the other, from a move that a crash cut off,
+/// one that is whole stays: the crash may have punched only a part of the other.
 fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
     let table = lane.table();
     let place = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
@@ -402,7 +406,7 @@ pub(in crate::log) fn remove_file(path: &Path) -> Result<()> {
     let removed = if path.file_name() == Some(paths::DATA.as_ref()) {
         io::remove_file(path)
     } else {
-        // Others may have it mapped, and must not see zeros in it.
+        // Other processes may have it mapped, and must not see zeros in it.
         io::unlink(path)
     };
     removed.or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })

@@ -1,16 +1,16 @@
 //! What a lane's index.kv says, after a clean stop as after a crash.
 //!
-//! The journal ring and the sealed table are read sequentially and never written here. First the
-//! regions' first pages, then, once, the ring: within a segment only records of its highest epoch
-//! count, and records of sealed segments are in their regions. Then the regions' records, which go
-//! straight to the caller. Those of unsealed segments are kept, because they must be sealed
-//! before their ring pages may be used again.
+//! Nothing is written here. First the regions' first pages are read, then the ring: within a
+//! segment only records of its highest epoch count, and records of sealed segments are in their
+//! regions. Then the regions' records are read, which go straight to the caller. Records of
+//! unsealed segments are kept, because they must be sealed before their ring pages may be used
+//! again.
 //!
-//! What the index says of a slot is where it *was*: whether it is there, its header says when it is
-//! loaded. Nothing in data.kv is looked at, except where a region is damaged: then the slot headers
-//! of its segment are read, and what is intact there counts, for before a region is written, slots
-//! that no record names have been wiped. Of a segment that is not sealed headers say nothing: they
-//! may be those of puts that were removed while they were being stored.
+//! The index says where slots *were*; whether a slot is still there is seen when its header is
+//! loaded. data.kv is read only where a region is damaged: then each intact slot header of its
+//! segment counts, as slots that no record names were wiped before the region was written. Headers
+//! in a segment that is not sealed do not count: they may be of puts whose keys were removed
+//! meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -50,11 +50,11 @@ pub enum FoundState {
 pub struct ReadSegment {
     /// State.
     pub state: FoundState,
-    /// Epoch of its current use; of its next one if it is free.
+    /// Epoch of its current use; of the next one if it is free.
     pub epoch: u32,
-    /// Records of its region.
+    /// Number of records in its region; 0 unless it is sealed.
     pub count: u32,
-    /// Least sequence of its records; 0 without.
+    /// Least sequence of its records; 0 without records.
     pub min_sequence: u64,
     /// Greatest sequence of its records.
     pub max_sequence: u64,
@@ -98,8 +98,8 @@ pub struct FoundIndex {
 /// Reads the superblock of an open index.kv.
 ///
 /// # Errors
-/// `Corrupt` for an empty, short or damaged file or one of another program; `Incompatible` for one
-/// of another version.
+/// `Corrupt` for a short or damaged file, or one of another program; `Incompatible` for one of
+/// another version.
 pub fn superblock(index: &DirectFile) -> Result<Superblock> {
     let advice = "see what is intact with `forebay fsck check`, restore it with `forebay fsck rebuild`, or set on_incompatible: recreate to lose it";
     let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
@@ -114,7 +114,8 @@ pub fn superblock(index: &DirectFile) -> Result<Superblock> {
     })
 }
 
-/// A recovery, in two halves: what there is and how much, then the records.
+/// Reads a lane's index in two steps: [`survey`](Self::survey) finds the segments and how many
+/// records they have, [`replay`](Self::replay) gives the records.
 pub(in crate::log) struct Reader<'a> {
     index: &'a DirectFile,
     data: &'a DirectFile,
@@ -142,7 +143,8 @@ impl<'a> Reader<'a> {
         Ok(reader)
     }
 
-    /// Records that [`replay`](Self::replay) will give, at most.
+    /// Records that [`replay`](Self::replay) will give, at most, besides those that it finds as
+    /// slot headers.
     pub(in crate::log) fn expected(&self) -> u64 {
         let left = |s: &ReadSegment| u64::from(s.count).saturating_sub(s.gone.len() as u64);
         self.found.segments.iter().map(|s| left(s) + s.records.len() as u64).sum()
@@ -187,13 +189,12 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Keeps the ring's records of segments that are not sealed in the epoch that they name, or a
-    /// later one.
+    /// Keeps those of the ring's records whose segment is not sealed in their epoch or a later one.
     fn read_ring(&mut self) -> Result<()> {
         let (mut next_page, mut damaged) = (0, 0);
         let mut of_ring: HashMap<u32, (u32, Vec<Record>)> = HashMap::new();
         let segments = &self.found.segments;
-        // Records of an older use than the region speaks of are over.
+        // Records of a use before the one that the region names do not count.
         let counts = |segment: u32, epoch: u32| {
             segments
                 .get(segment as usize)
@@ -226,8 +227,8 @@ impl<'a> Reader<'a> {
             let gone: HashSet<u32> = records.iter().filter(|r| r.kind == RecordKind::Gone).map(|r| r.page).collect();
             records.retain(|r| r.kind == RecordKind::Put && !gone.contains(&r.page));
             records.sort_by_key(|r| (r.sequence, r.key.0));
-            // A page whose write seemed to fail is written again elsewhere: both may have reached
-            // the drive.
+            // The records of a page whose write seemed to fail are written to another page too:
+            // both may have reached the drive.
             records.dedup();
             records.truncate(capacity);
             let damaged = segment.damaged;
@@ -270,8 +271,8 @@ impl<'a> Reader<'a> {
         ahead::read_pieces((bytes.div_ceil(READ_BYTES), bytes), &read, sink)
     }
 
-    /// Gives all records that count to `sink`, those of one segment at a time and in no particular
-    /// order: of two records of a key the one with the higher sequence is the later one.
+    /// Gives all records that count to `sink`, in no particular order, with each call some of one
+    /// segment. Of two records of a key the one with the higher sequence is the later one.
     ///
     /// # Errors
     /// Those of reading, and what `sink` returns. Damage is counted and never an error.
@@ -299,7 +300,8 @@ impl<'a> Reader<'a> {
         Ok(self.found)
     }
 
-    /// Of a segment whose region is damaged, adds what its slot headers say to what the ring says.
+    /// Adds the records that slot headers stand for to those of the ring, for a segment whose
+    /// region's first page is damaged.
     fn take_headers(&mut self, number: u32) -> Result<()> {
         let found = self.headers(number, |epoch, found| epoch >= found.epoch)?;
         let Some(epoch) = found.iter().map(|r| r.epoch).max() else { return Ok(()) };
@@ -309,7 +311,7 @@ impl<'a> Reader<'a> {
             segment.epoch = epoch;
             segment.records.clear();
         }
-        // To be sealed again, which repairs the region.
+        // It will be sealed again, which repairs the region.
         segment.state = FoundState::Unsealed;
         let known: HashSet<_> = segment.records.iter().map(|r| (r.page, r.key)).collect();
         let new = found.into_iter().filter(|r| r.epoch == epoch && !known.contains(&(r.page, r.key)));
@@ -319,7 +321,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The records that the slot headers of a segment stand for, of epochs that count.
+    /// The records that the slot headers of a segment stand for, of epochs for which `counts` says
+    /// so.
     fn headers(&self, number: u32, counts: impl Fn(u32, &ReadSegment) -> bool) -> Result<Vec<Record>> {
         let Some(segment) = self.found.segments.get(number as usize) else { return Ok(Vec::new()) };
         let sb = self.superblock;
@@ -334,7 +337,7 @@ impl<'a> Reader<'a> {
         Ok(found)
     }
 
-    /// Slots and keys that a damaged region names.
+    /// First pages and keys of the slots that a damaged region still names.
     fn named(&self, number: u32) -> Result<HashSet<(u32, crate::key::ChunkKey)>> {
         let mut named = HashSet::new();
         let wanted = self.wanted().into_iter().filter(|r| r.number == number).collect::<Vec<_>>();
@@ -359,7 +362,7 @@ impl<'a> Reader<'a> {
         sealed.map(read).collect()
     }
 
-    /// Gives the records of the sealed table; which segments have damaged ones.
+    /// Gives the records of the sealed table; the segments that have damaged ones.
     fn replay_regions(&mut self, sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<Vec<u32>> {
         let mut damaged = Vec::new();
         self.regions().for_each_piece(&self.wanted(), &mut |piece| {

@@ -1,4 +1,4 @@
-//! Reading the sealed table, ahead of whoever enters its records.
+//! Reading the sealed table, ahead of the thread that enters its records.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use crate::format::sealed::{GonePage, RegionHeader, RegionLayout};
 use crate::format::superblock::Superblock;
 use crate::io::{AlignedBuf, DirectFile};
 
-/// Records given at once: what one thread has written the other finds in the processor's cache.
+/// Records given at once: few enough that the receiving thread finds them in the processor's cache.
 const AT_ONCE: usize = 1024;
 
 /// A region to be read.
@@ -24,14 +24,14 @@ pub(super) struct RegionRead {
     pub(super) gone: HashSet<u32>,
 }
 
-/// What the first pages of a region say.
+/// What the first page of a region, and the list behind it, say.
 pub(super) enum Judged {
     Header(RegionHeader, Gone),
     Nothing,
     Damaged,
 }
 
-/// The list of what is gone from a segment.
+/// The list of slots that are gone from a segment.
 #[derive(Debug, Default)]
 pub(super) struct Gone {
     pub(super) slots: Vec<u32>,
@@ -47,9 +47,9 @@ pub(super) struct RegionPiece {
     pub(super) records: Vec<Record>,
     /// Greatest sequence of an intact record.
     pub(super) max_sequence: u64,
-    /// Records that are damaged, missing or of another use of the segment.
+    /// Number of records that are damaged, missing or of another use of the segment.
     pub(super) damaged: u64,
-    /// Records of slots that data.kv does not have any more.
+    /// Number of intact records whose slots lie beyond the end of data.kv or of their segment.
     pub(super) cut_off: u64,
 }
 
@@ -97,7 +97,7 @@ impl Regions<'_> {
         let mut gone = Gone::default();
         for page in list.chunks_exact(PAGE_BYTES).filter_map(GonePage::decode) {
             if (page.lane, page.segment, page.epoch) == (sb.lane, number, header.epoch) {
-                // What follows one that is not settled is not.
+                // Slots count as settled only up to the first one that is not.
                 if gone.settled == gone.slots.len() {
                     gone.settled += (page.settled as usize).min(page.slots.len());
                 }

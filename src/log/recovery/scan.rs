@@ -1,8 +1,8 @@
 //! Reading slot headers from data.kv, where index.kv is damaged or lost.
 //!
-//! A scan hops from slot to slot; where a put was aborted there is no header, and it goes on page
-//! by page. A header counts only where it says that it lies, in the lane and segment it says; whose
-//! epoch counts is for the caller to judge. Nothing here touches payload.
+//! A scan hops from slot to slot; where there is no header, as of a put that was aborted, it goes
+//! on page by page. A header counts only if it names the lane, segment and place where it was
+//! found; which epochs count is for the caller to decide. No payload is checked.
 
 use crate::error::Result;
 use crate::format::PAGE_BYTES;
@@ -61,7 +61,7 @@ pub fn scan_segment(
     Ok(())
 }
 
-/// Whether a header speaks of the place where it was found, `offset` bytes into the segment.
+/// Whether a header names the place where it was found, `offset` bytes into the segment.
 fn lies_here(header: &SlotHeader, what: &ScanSegment, offset: u64) -> bool {
     let gap = offset.checked_sub(u64::from(header.page) * PAGE_BYTES as u64);
     (header.lane, header.segment) == (what.lane, what.segment) && gap.is_some_and(|g| g < COARSE_BYTES as u64)

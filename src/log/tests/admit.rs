@@ -69,7 +69,7 @@ fn what_loads_use_counts_for_the_policy() {
         for n in 0..2000 {
             let one = [StoreCandidate { parent: ChunkKey([0; 32]), ..run(n..n + 1)[0] }];
             refused += 1 - log.admit(&one);
-            // Of a kind that mostly comes back nothing is refused.
+            // Every fourth chunk is used again. If most were, nothing would be refused.
             (0..uses).filter(|_| n.is_multiple_of(4)).for_each(|_| log.note_used(&[key(n)]));
         }
         assert_eq!(refused > 1000, uses > 0, "without hits there is nothing to lose a share of: {refused}");
@@ -97,7 +97,7 @@ fn puts_beyond_the_write_budget_wait_for_the_clock_and_nothing_else_does() {
     clock.0.store(2 * HOUR_NS, Ordering::Relaxed);
     let more = (2000..3000).take_while(|n| store(&log, *n)).count() as u64;
     assert!((20..=100).contains(&more), "{more}");
-    // A put that never happened costs nothing.
+    // After a longer time there is room in the budget again.
     clock.0.store(30 * HOUR_NS, Ordering::Relaxed);
     assert!(log.begin_put_within(spec(4000), Duration::from_secs(10)).is_ok());
 }

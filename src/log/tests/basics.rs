@@ -246,7 +246,8 @@ fn an_expired_chunk_is_a_miss() {
     assert!(has(&log, 1));
 }
 
-/// A mark says by its sequence what it means: one that was given twice would name two slots.
+/// Marks name an entry by its key and sequence: a sequence that was given twice would name two
+/// slots.
 #[test]
 fn no_sequence_is_given_twice_although_nothing_of_it_is_left() {
     let dir = temp();

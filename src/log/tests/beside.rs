@@ -1,5 +1,5 @@
-//! A removal beside a move: whichever step of the move it begins at, and whichever process removes,
-//! no slot of the key can be read from the moment at which the removal has returned.
+//! A removal during a move. Whichever step of the move it begins at, and whichever process removes,
+//! no slot of the key can be read once the removal has returned.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,11 +18,11 @@ use crate::log::lane::Lane;
 use crate::log::reclaim::steps;
 use crate::log::{Log, LogOptions, Turn};
 
-/// What is moved, and what of it is removed meanwhile.
+/// Keys that are moved, and the one of them that is removed meanwhile.
 const MOVED: [u64; 3] = [2, 4, 6];
 const REMOVED: u64 = 4;
 
-/// What a removal said, and how many slots could be read when it had returned.
+/// What a removal returned, and how many slots of its key could be read then.
 type End = (Result<Vec<bool>>, usize);
 
 /// A removal that begins before a write or flush of a move.
@@ -30,7 +30,7 @@ struct Beside {
     remover: Arc<Log>,
     at: usize,
     lanes: Vec<Arc<Lane>>,
-    /// How many there were so far.
+    /// Writes and flushes of the move so far.
     steps: usize,
     begun: Option<Receiver<End>>,
     end: Option<End>,
@@ -49,7 +49,7 @@ fn readable(lanes: &[Arc<Lane>]) -> usize {
 }
 
 impl Beside {
-    /// A step of the move is about to be done.
+    /// Called before each step of the move.
     fn meet(&mut self) {
         if self.steps == self.at {
             let (tx, rx) = bounded(1);
@@ -59,7 +59,7 @@ impl Beside {
                 drop(remover);
                 tx.send((removed, readable(&lanes))).unwrap();
             });
-            // Where it waits for the move, that must go on.
+            // A removal that waits for the move can end only when the move goes on.
             let waits = self.lanes.iter().any(|lane| lane.shared().is_some_and(|s| s.has_condemned()));
             self.end = rx.recv_timeout(Duration::from_millis(if waits { 50 } else { 20_000 })).ok();
             self.begun = Some(rx);
@@ -75,7 +75,7 @@ impl Beside {
 
 type Hook = Arc<Mutex<Option<(ThreadId, Beside)>>>;
 
-/// A log in which nothing happens by itself, and moves meet what is hooked in.
+/// A log without threads whose moves call the hook.
 fn hooked(dir: &Path) -> (Arc<Log>, Hook) {
     let hook: Hook = Arc::default();
     let for_factory = Arc::clone(&hook);
@@ -83,7 +83,7 @@ fn hooked(dir: &Path) -> (Arc<Log>, Hook) {
         let mut drive = io::open_drive(options)?;
         let hook = Arc::clone(&for_factory);
         drive.write = Arc::new(Faulty::new(drive.write, move |_, _| {
-            // Not those of the removal itself, for which the mover waits.
+            // Writes of the removal itself do not count: the mover waits for them.
             if let Some(mut hooked) = hook.try_lock()
                 && let Some((mover, beside)) = &mut *hooked
                 && *mover == thread::current().id()
@@ -106,7 +106,7 @@ fn small(dir: &Path) -> LogOptions {
     }
 }
 
-/// A removal that begins at one step of a move; how many steps that has.
+/// Runs a removal that begins at step `at` of a move; how many steps the move has.
 fn remove_at(at: usize, by_other: bool, of_adopted: bool) -> usize {
     let case = format!("at step {at}, by another process: {by_other}, of an adopted lane: {of_adopted}");
     let dir = temp();
@@ -123,7 +123,7 @@ fn remove_at(at: usize, by_other: bool, of_adopted: bool) -> usize {
         (0..10).for_each(|n| assert!(store(&log, n)));
         log.seal(soon()).unwrap();
     }
-    // Copies go where this one lies.
+    // Opens the segment to which slots are moved.
     assert!(store(&log, 20));
     log.turn(Turn::Maintain);
     for n in MOVED {

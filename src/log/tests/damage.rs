@@ -76,7 +76,7 @@ fn flipped_bits_of_the_index_give_no_record_that_was_not_written() {
     let (index, data) = (open("index.kv"), open("data.kv"));
     let mut good = HashSet::new();
     let superblock = recover::superblock(&index).unwrap();
-    // Also of what is gone: that is said by records of their own, which may be lost.
+    // Records of removed keys count too: the records that say that they are gone may be lost.
     let bytes = fs::read(&path).unwrap();
     for r in (0..bytes.len()).step_by(64).filter_map(|at| Record::decode(bytes.get(at..at + RECORD_BYTES)?).ok()) {
         good.insert(Record { hotness: 0, ..r }.encode());
@@ -93,7 +93,7 @@ fn flipped_bits_of_the_index_give_no_record_that_was_not_written() {
         flips.iter().for_each(|b| flip(&file, *b));
         if let Ok(superblock) = recover::superblock(&index) {
             all_records(&index, &data, &superblock, |r| {
-                // Found by its slot's header, a record has lost how often its chunk was used.
+                // A record made from its slot's header has no hotness.
                 assert!(good.contains(&Record { hotness: 0, ..*r }.encode()), "round {round}: {r:?}");
             });
         }
@@ -124,8 +124,8 @@ fn flipped_bits_of_records_and_pages_bring_nothing_old_back() {
         flip(&file, bit);
         let log = reader(dir.path()).unwrap_or_else(|e| panic!("round {round}, bit {bit}: {e}"));
         for n in 0..KEYS {
-            // A lookup may promise what is gone, where the record that says so is lost; a load
-            // misses it.
+            // Where the record that says that a slot is gone is lost, a lookup may find the key,
+            // and its load misses.
             match version(&log, n, 3) {
                 None => misses += u64::from(want(n).is_some()),
                 found => assert_eq!(found, want(n), "round {round}, bit {bit}: key {n}"),
@@ -136,8 +136,7 @@ fn flipped_bits_of_records_and_pages_bring_nothing_old_back() {
     assert!(misses < 150 * KEYS / 4, "{misses} misses: damage of a record costs more than it must");
 }
 
-/// The journal's old pages still speak of the segment, and what had hidden its chunks went when it
-/// had been given up.
+/// The journal's old pages still have records of the segment, but its slots are gone.
 #[test]
 fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_back() {
     let dir = temp();
@@ -165,7 +164,8 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     assert!(has(&log, 50));
 }
 
-/// The journal has pages of the use before; those of this one were overwritten.
+/// The journal still has pages with records of the segment's use before; those of its current use
+/// are lost.
 #[test]
 fn beside_a_damaged_region_records_of_the_use_before_do_not_count() {
     let dir = temp();
@@ -217,7 +217,7 @@ fn beside_a_damaged_region_records_of_the_use_before_do_not_count() {
     assert_eq!(epochs, HashSet::from([epoch]));
 }
 
-/// As after a crash that has lost the one and kept a copy of the other: every CRC in it is right.
+/// All CRCs within the slot are right, but it lies in the place of another.
 #[test]
 fn a_slot_in_the_place_of_another_is_a_miss() {
     for is_sealed in [false, true] {
@@ -412,10 +412,10 @@ fn shared_memory_that_goes_away_under_a_log_puts_it_out_of_use_until_it_is_opene
         (0..5).for_each(|n| assert!(store(&log, n)));
         log.flush().unwrap();
         assert!(has(&log, 1) && log.stats().drives[0].healthy);
-        // As when its pages can be neither read nor written any more.
+        // From here on its pages can be neither read nor written.
         let lane = lane_file(dir.path(), "table.shm").parent().unwrap().to_path_buf();
         File::options().write(true).open(lane.join(name)).unwrap().set_len(0).unwrap();
-        // Whatever touches the memory next finds out.
+        // The next access to the memory finds that out.
         let found = (0..5).filter(|n| log.locate(&key(*n), Duration::from_secs(1)).is_some()).count();
         assert!(name == "../shard.shm" || found == 0, "{name}: nothing that others may have removed is served");
         let put = log.begin_put(spec(9));

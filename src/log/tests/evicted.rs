@@ -23,7 +23,8 @@ fn keys_that_reclaim_drops_are_told_once_and_only_if_somebody_asks() {
     loop {
         let keys = log.take_evicted(7);
         assert!(keys.len() <= 7);
-        // Keys that are there again count among those taken, so that few do not mean the end.
+        // Keys that are stored again are taken too but not returned, so that few or none returned
+        // do not mean the end.
         if keys.is_empty() && log.take_evicted(usize::MAX).is_empty() {
             break;
         }

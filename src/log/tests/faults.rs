@@ -23,7 +23,7 @@ use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn, journal};
 struct Switch {
     fault: AtomicU8,
     hits: AtomicU64,
-    /// What was asked for, where, and whether of index.kv.
+    /// The requests: kind, offset, and whether they were for index.kv.
     seen: Mutex<Vec<(Op, u64, bool)>>,
 }
 
@@ -35,7 +35,7 @@ const HANG: u8 = 4;
 const BUSY: u8 = 5;
 const FLUSH_EIO: u8 = 6;
 const DATA_FLUSH_EIO: u8 = 7;
-/// As Linux does it: the flush fails, and the pages that it could not write are taken for written.
+/// As Linux does it: the flush fails, and the pages that it could not write count as written.
 const INDEX_LOST: u8 = 8;
 const INDEX_EIO_ONCE: u8 = 9;
 
@@ -56,7 +56,7 @@ impl Switch {
                 Fault::Fail
             }
             HANG if is("data.kv") && request.op == Op::Write => Fault::Hang,
-            // Every second one gets through.
+            // Every second request gets through.
             BUSY if self.hits.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) => Fault::Busy,
             FLUSH_EIO if request.op == Op::Flush => Fault::Fail,
             DATA_FLUSH_EIO if is("data.kv") && request.op == Op::Flush => Fault::Fail,
@@ -130,8 +130,7 @@ fn the_free_floor_sheds_puts_but_not_loads() {
     assert!(store(&log, 1));
     drop(log);
     let (_, free) = io::file_system_bytes(dir.path()).unwrap();
-    // Without the maintenance thread, which would give up what there is to get back above the
-    // floor.
+    // Without the maintenance thread, which would evict all there is to reach the free floor.
     let floor = LogOptions { min_free_bytes: free * 2, foreground: true, ..options(dir.path()) };
     let log = Log::open(floor).unwrap();
     assert!(matches!(log.begin_put(spec(2)).unwrap(), PutOutcome::NoRoom(_)));
@@ -161,7 +160,7 @@ fn a_failing_journal_is_retried_and_loses_nothing() {
         switch.set(fault);
         (base..base + 5).for_each(|n| assert!(store(&log, n)));
         assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Io);
-        // Whether a slot is there its header says, which lies in data.kv.
+        // A removal depends on data.kv only, where the slots' headers lie.
         assert_eq!(log.remove(&[key(base)]).is_ok(), fault == INDEX_EIO);
         assert!(!has(&log, base), "also where it is not durable");
         switch.set(NONE);
@@ -175,7 +174,7 @@ fn a_failing_journal_is_retried_and_loses_nothing() {
     }
 }
 
-/// As [`faulty`], without threads: what is not asked for is not written.
+/// As [`faulty`], without threads: nothing is written that the test does not ask for.
 fn faulty_in_turns(dir: &Path) -> (Arc<Log>, Arc<Switch>) {
     faulty(LogOptions { foreground: true, ring_pages: Some(RING_PAGES), ..options(dir) })
 }
@@ -224,7 +223,7 @@ fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again_by_whomever(
     assert!(has(&log, 0) && !has(&log, 1) && !has(&log, 2));
 }
 
-/// Who gives a segment up must take its entries out of the table, or they would name what is not
+/// When a segment is reclaimed its entries must leave the table: they would name slots that are not
 /// there.
 #[test]
 fn what_a_segment_holds_is_known_where_its_region_cannot_be_read() {
@@ -240,7 +239,7 @@ fn what_a_segment_holds_is_known_where_its_region_cannot_be_read() {
     drop(chunk);
     let told = |what: &str| -> BTreeSet<(Vec<u8>, u64)> {
         let records = journal::known_records(&lane, at).unwrap_or_else(|e| panic!("{what}: {e}"));
-        // Memory knows half of each key.
+        // The table has half of each key.
         records.iter().map(|r| (r.key.0[..16].to_vec(), r.sequence)).collect()
     };
     let right = told("the region");
@@ -251,7 +250,7 @@ fn what_a_segment_holds_is_known_where_its_region_cannot_be_read() {
     let guessed = told("the table");
     assert!(guessed.is_subset(&right) && guessed.len() == 3, "{guessed:?}");
     assert!(guessed.iter().all(|(_, sequence)| sequences.contains(&Some(*sequence))));
-    // With nothing else in them, it goes first.
+    // Now the segment is empty, and can be reclaimed.
     log.remove(&[key(0), key(1), key(3)]).unwrap();
     assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
     assert_eq!(lane.table().len(), 0);
@@ -264,7 +263,7 @@ fn the_region_of_a_segment_that_is_given_up_says_so_although_a_write_fails() {
     let dir = temp();
     let (log, switch) = faulty_in_turns(dir.path());
     (0..5).for_each(|n| assert!(store(&log, n)));
-    // The journal's pages speak of them too, and stay as they are.
+    // The journal's pages have their records too, and are not overwritten.
     log.flush().unwrap();
     log.seal(soon()).unwrap();
     assert!(store(&log, 50));
@@ -300,7 +299,7 @@ fn what_is_stored_where_a_segment_was_given_up_outlives_a_crash() {
 fn what_a_crash_left_unsealed_outlives_its_journal_pages() {
     let dir = temp();
     let (log, switch) = faulty_in_turns(dir.path());
-    // A page each, half of the ring.
+    // A page for each, in all half of the ring.
     let unsealed = 0..u64::from(RING_PAGES / 2);
     for n in unsealed.clone() {
         assert!(store(&log, n));
@@ -328,7 +327,7 @@ fn the_ring_overwrites_no_page_of_a_segment_that_cannot_be_sealed() {
     log.flush().unwrap();
     switch.set(DATA_FLUSH_EIO);
     for n in 100..100 + 2 * u64::from(RING_PAGES) {
-        // In the end the lane takes nothing more, for want of pages.
+        // At last the lane takes no more puts, as there are no pages left.
         drop(store_spec(&log, spec(n), n, 0));
         log.turn(Turn::Commit);
     }
@@ -431,8 +430,7 @@ fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
     assert!(store(&log, 1));
 }
 
-/// Sequences go on from there: a crash that brought a slot of the tenant back would bring it back
-/// for good.
+/// Once the floor is dropped, a slot of the tenant that a crash brings back would be served again.
 #[test]
 fn the_floor_of_a_tenant_stays_while_the_drive_does_not_flush() {
     let dir = temp();
@@ -448,8 +446,8 @@ fn the_floor_of_a_tenant_stays_while_the_drive_does_not_flush() {
     assert_eq!(log.volumes[0].shard.tenants(), 0);
 }
 
-/// A crash may keep the first page of a region and lose the rest, where whole records of the use
-/// before lie.
+/// A crash may keep the first page of a region and lose the rest: then intact records of the use
+/// before lie there.
 #[test]
 fn records_of_another_use_in_a_region_are_not_taken_for_those_of_this_one() {
     let dir = temp();
@@ -469,7 +467,7 @@ fn records_of_another_use_in_a_region_are_not_taken_for_those_of_this_one() {
     assert!(known.len() == 4 && known.iter().all(|r| r.epoch == at.1), "{known:?}");
 }
 
-/// A crash could bring its records back, when it has been used again and its slots are others.
+/// Otherwise a crash could bring its records back when it has been used again for other slots.
 #[test]
 fn that_a_segment_is_free_is_flushed_before_anything_else_is_done() {
     let dir = temp();

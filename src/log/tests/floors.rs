@@ -1,4 +1,4 @@
-//! Floors: what is cleared, and tenants that are removed.
+//! Floors: clearing a cache, and removing a tenant.
 
 use std::fs;
 use std::path::Path;
@@ -33,8 +33,8 @@ fn floors(dir: &Path) -> Floors {
     copy(0)
 }
 
-/// A cache that was cleared, and of which a tenant was removed, with nothing of that carried out
-/// when its process died.
+/// A cache that was cleared and had a tenant removed, and whose process was killed before any slot
+/// was made unreadable.
 fn floored(dir: &Path) {
     let log = still(dir);
     (0..3).for_each(|n| store_for(&log, n, 0));
@@ -157,7 +157,7 @@ fn a_put_under_way_when_its_floor_is_raised_is_refused_and_its_header_unreadable
         }
         assert_eq!(commit(put, &crcs[0]).unwrap_err().kind(), ErrorKind::Cancelled, "way {way}");
         assert_eq!(commit(other, &crcs[1]).is_ok(), way % 2 == 1, "way {way}: of another tenant");
-        // Its blanking is waited for by nobody but the seal of its segment.
+        // The write of zeros over its header ends some time later, at the latest before the seal.
         let until = soon();
         while place.is_readable() && Instant::now() < until {
             std::thread::yield_now();
@@ -229,15 +229,15 @@ fn the_floor_of_a_tenant_is_dropped_when_everything_of_it_is_unreadable_and_not_
     assert_eq!((0..7).filter(|n| has(&log, *n)).collect::<Vec<_>>(), [0, 5]);
 }
 
-/// The floor goes when the tables know of nothing below it any more: so no entry below it may make
-/// way for a new one before.
+/// A tenant's floor is dropped when no table has an entry below it. So no such entry may be
+/// replaced by a new one before its slot is unreadable.
 #[test]
 fn what_is_stored_again_for_a_removed_tenant_leaves_no_older_slot_behind() {
     let dir = temp();
     let log = still(dir.path());
     store_for(&log, 1, ACME);
     log.seal(soon()).unwrap();
-    // There is room.
+    // Opens a segment with room.
     store_for(&log, 9, 0);
     let place = SlotPlace::of(&log, 1);
     log.remove_tenant(ACME).unwrap();

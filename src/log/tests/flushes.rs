@@ -1,4 +1,4 @@
-//! What is durable before anybody relies on it: floors, both copies, each before the next; and the
+//! What is durable before anything relies on it: each copy of the floors before the next, and the
 //! index of a lane that is adopted.
 
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::format::floors::FLOORS_BYTES;
 use crate::io::{Disk, DiskFile, FileOptions, Mount, mount};
 use crate::log::{Log, LogOptions, Turn};
 
-/// A disk that has one file only, and says what was done to it.
+/// A disk with one file, which records the writes and flushes of it.
 struct OneFile {
     name: &'static str,
     bytes: Mutex<Option<Vec<u8>>>,
@@ -143,7 +143,7 @@ fn who_opens_brings_both_copies_to_the_newer_floors_and_leaves_alone_the_one_tha
     log.clear().unwrap();
     drop(log);
     for copy in [1, 0] {
-        // As a call that failed after the first copy leaves it, or a turned bit.
+        // As a call leaves the copies that failed after the first, or a flipped bit.
         floors.bytes.lock().as_mut().unwrap()[copy * FLOORS_BYTES..(copy + 1) * FLOORS_BYTES].fill(copy as u8);
         reboot(dir.path());
         floors.done.lock().clear();
@@ -155,7 +155,7 @@ fn who_opens_brings_both_copies_to_the_newer_floors_and_leaves_alone_the_one_tha
     }
 }
 
-/// Its writer may have been killed before it had flushed what its index says.
+/// Its writer may have been killed before it had flushed its index.
 #[test]
 fn the_index_of_a_lane_that_is_adopted_is_flushed_before_it_is_believed() {
     let dir = temp();

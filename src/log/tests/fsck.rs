@@ -1,3 +1,6 @@
+//! Checks and repair of a cache: what is served is listed, and what is damaged is found and
+//! dropped.
+
 use std::os::unix::fs::FileExt as _;
 
 use super::support::{has, key, plain_and_coded, soon, store, temp, version};
@@ -59,7 +62,7 @@ fn a_directory_that_is_no_cache_is_refused() {
     assert_eq!(lanes(dir.path()).unwrap_err().kind(), crate::error::ErrorKind::InvalidInput);
 }
 
-/// Turns a bit of the last extents of chunks.
+/// Flips a bit in the last extent of each chunk.
 fn damage(dir: &std::path::Path, chunks: &[u64]) {
     let (files, raw) = read(dir);
     let data = std::fs::OpenOptions::new().read(true).write(true).open(files[0].path().join("data.kv")).unwrap();
@@ -75,7 +78,7 @@ fn damage(dir: &std::path::Path, chunks: &[u64]) {
 #[test]
 fn what_is_repaired_again_and_again_is_gone_and_can_be_stored() {
     let dir = temp();
-    // A ring so short that its pages have been used several times.
+    // A ring so short that its pages are used several times.
     let small = || LogOptions { ring_pages: Some(24), ..plain_and_coded(dir.path())[1].clone() };
     let log = Log::open(small()).unwrap();
     for n in 1..=60 {
@@ -89,7 +92,7 @@ fn what_is_repaired_again_and_again_is_gone_and_can_be_stored() {
     let mut left: Vec<u64> = (1..=60).filter(|n| ![7, 59].contains(n)).collect();
     let counts = read(dir.path()).1[0].counts;
     assert!(counts.journal_pages == 24 && counts.sealed > 1 && counts.open > 0, "{counts:?}");
-    // In the same segments, sealed and not, in turns.
+    // Each time one chunk in a sealed segment and one in an unsealed one.
     for chunks in [[5, 60], [6, 58], [30, 57]] {
         damage(dir.path(), &chunks);
         let done = repair(&lanes(dir.path()).unwrap(), false, 0, &|_| ()).unwrap();

@@ -1,4 +1,5 @@
-//! Giving up single chunks: what must hold of them while it happens, after a crash and for ranks.
+//! Eviction of single chunks: what holds during it, after a crash, and for ranks with the same
+//! inputs.
 
 use super::support::*;
 use crate::index::EntryKind;
@@ -93,7 +94,7 @@ fn logs_that_are_asked_the_same_hold_the_same_whenever_their_writes_end() {
     let dirs = [temp(), temp()];
     let logs: Vec<Arc<Log>> = dirs.iter().map(|d| Log::open(hole_punching(d.path())).unwrap()).collect();
     for chain in 0..400u64 {
-        // As ranks do: what one of them misses all are asked to store.
+        // As with ranks: what one of them misses, all are asked to store.
         let again = chain % 7 * CHAIN;
         if logs.iter().map(|log| log.lookup(&[key(again)])).min() == Some(0) && again < chain * CHAIN {
             for log in &logs {
@@ -116,7 +117,7 @@ fn logs_that_are_asked_the_same_hold_the_same_whenever_their_writes_end() {
     assert_eq!(both[0], both[1]);
 }
 
-/// What the policy says is held; on the drive there may for a while be more.
+/// The keys that the policy holds; for a while there may be more on the drive.
 fn policy_holds(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
     let lane = log.volumes[0].own().unwrap();
     let state = lane.state().unwrap();
@@ -131,7 +132,7 @@ pub(super) fn read_header(log: &Log, chunk: &crate::log::Chunk) -> Vec<u8> {
     bytes.to_vec()
 }
 
-/// Gives keys up as the maintenance thread does; how many chunks and bytes went.
+/// Evicts keys as the maintenance thread does; how many chunks and bytes were evicted.
 pub(super) fn evict(log: &Log, keys: &[u64]) -> (u64, u64) {
     let volume = &log.volumes[0];
     let own = volume.own().unwrap();
@@ -263,8 +264,7 @@ fn a_leased_chunk_is_not_given_up_and_served_again() {
     assert!(!has(&log, 13) && has(&log, 14));
 }
 
-/// As when a power cut came before the flush: the holes are not there, and the list that names them
-/// is.
+/// A power cut before the flush may lose the holes and keep the list that names them.
 #[test]
 fn what_is_listed_as_gone_and_not_known_to_be_so_is_made_unreadable_again_by_the_next_opening() {
     let dir = temp();
@@ -303,7 +303,7 @@ fn what_goes_from_a_segment_that_is_not_sealed_is_not_promised_by_the_next_openi
     assert_eq!(held(&log, 0..10).len(), 9);
 }
 
-/// Does something once, just before a write or flush of the log that `when` names.
+/// Does something once, just before the first write or flush for which `when` is true.
 struct Amid {
     log: Mutex<Weak<Log>>,
     has_met: AtomicBool,
@@ -328,7 +328,7 @@ impl Amid {
         (Log::open(options).unwrap(), amid)
     }
 
-    /// From now on it looks.
+    /// Begins to look at requests.
     fn arm(&self, log: &Arc<Log>) {
         *self.log.lock() = Arc::downgrade(log);
     }
@@ -341,7 +341,7 @@ impl Amid {
     }
 }
 
-/// Its record is in the region by then, and its segment takes no list yet.
+/// Its record is in the region already, and the segment has no list of gone slots yet.
 #[test]
 fn what_goes_while_its_segment_is_being_sealed_is_not_promised_by_the_next_opening() {
     let dir = temp();
@@ -373,7 +373,8 @@ fn what_goes_while_the_drive_is_flushed_is_not_taken_for_durable() {
     assert!(own.erasures_are_durable() && own.state().unwrap().segments.unsettled().is_empty());
 }
 
-/// Or a removal by another process would find nothing, and return while the slot can still be read.
+/// Otherwise a removal by another process would find nothing, and return while the slot can still
+/// be read.
 #[test]
 fn what_goes_is_in_the_table_until_its_slot_is_unreadable() {
     let dir = temp();

@@ -1,5 +1,5 @@
 //! Several writers and readers of one cache directory. Locks belong to open files, so two logs in
-//! one process are to each other what two processes are, but for dying.
+//! one process behave like two processes, except that neither can die alone.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,8 +60,8 @@ fn an_overwrite_or_removal_in_one_lane_counts_in_all() {
     a.abandon();
     b.abandon();
     let a = open(dir.path());
-    // The first load of what another process has removed may find that out, where its lane's holder
-    // had not seen it.
+    // Where a lane's holder had not seen a removal by another process, a lookup may still find the
+    // key, and the first load finds out.
     (0..6).for_each(|n| _ = version(&a, n, 3));
     check(&a);
     let b = open(dir.path());

@@ -49,8 +49,8 @@ fn open_hanging(dir: &Path) -> Hanging {
 }
 
 impl Hanging {
-    /// Stores until reclaim has gone through all segments that it may take, also those sealed
-    /// without their puts.
+    /// Stores until reclaim has taken all segments that it may, also those that were sealed before
+    /// their puts had ended.
     fn fill(&self, first: u64) {
         let (log, start) = (&self.log, std::time::Instant::now());
         let mut n = first;
@@ -63,8 +63,8 @@ impl Hanging {
         }
     }
 
-    /// The first segment, in which a write hangs, is passed over by reclaim until that write has
-    /// really ended.
+    /// Checks that reclaim passes over the first segment, in which a write hangs, until that write
+    /// has really ended.
     fn stays_until_the_write_ends(&self) {
         self.hanging.store(false, Ordering::SeqCst);
         self.fill(1000);

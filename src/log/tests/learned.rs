@@ -61,7 +61,7 @@ fn clock(log: &Log) -> u64 {
     log.volumes[0].own().unwrap().state().unwrap().usage.chain().unwrap().clock()
 }
 
-/// Whatever is there is held, or has been given up and can go or be used again.
+/// Checks that the policy knows every chunk that is there.
 fn all_can_go(log: &Log, keys: std::ops::Range<u64>) {
     let there: Vec<u64> = keys.filter(|n| has(log, *n)).collect();
     let lane = log.volumes[0].own().unwrap();
@@ -88,12 +88,12 @@ fn a_restart_forgets_nothing() {
     assert!(clock(&log) > 2 * there, "uses and chunks that went are known: {} of {there}", clock(&log));
     let log = reopen(log);
     assert!(known(&log) == before);
-    // The file gives way to the next one, and goes with the cache's bytes.
+    // The next file replaces this one, within the cache's capacity.
     serve(&log, 200..205);
     let before = known(&log);
     let log = reopen(log);
     assert!(known(&log) == before);
-    // Where there is no news, nothing is written.
+    // Without new events nothing is written.
     let again = log.options().clone();
     log.close(soon()).unwrap();
     assert_eq!(log.stats().policy_bytes_written, 0);
@@ -150,8 +150,8 @@ fn what_cannot_be_read_is_as_good_as_none() {
         assert_eq!(clock(&log), chunks(&log), "it begins anew with what is there");
         log.abandon();
     }
-    // A folder or a link in its place is not followed, and does not keep the cache from opening and
-    // closing.
+    // A symlink in its place is not followed; neither that nor a folder keeps the cache from
+    // opening and closing.
     std::fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
     let log = Log::open(options.clone()).unwrap();
@@ -182,7 +182,7 @@ fn what_came_or_went_since_it_was_written_is_found_out() {
     let log = Log::open(options).unwrap();
     loaded(&log);
     let lane = log.volumes[0].own().unwrap();
-    // Much had gone: none of that keeps room, which would stand empty.
+    // Much had gone since; no room is kept for that.
     let held = lane.state().unwrap().usage.chain().unwrap().held();
     let there = chunks(&log);
     assert!(held <= there, "{held} are held, {there} are there");

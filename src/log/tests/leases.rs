@@ -1,4 +1,4 @@
-//! Leases against reclaim: what a lookup has found, a load gets.
+//! Leases and reclaim: a load gets what a lookup has found.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -52,8 +52,7 @@ impl Gate {
     }
 }
 
-/// Opens the gate at the end, also that of a test that fails: the log could not be closed
-/// otherwise.
+/// Opens the gate at the end of a test, also if that fails: otherwise the log could not be closed.
 struct Opener(Arc<Gate>);
 
 impl std::ops::Deref for Opener {
@@ -92,7 +91,7 @@ fn gated(dir: &Path, policy: crate::index::Reclaim) -> (Arc<Log>, Opener) {
     (Log::open(options).unwrap(), Opener(gate))
 }
 
-/// Stores until reclaim stands at the gate; the keys stored.
+/// Stores until reclaim is stopped at the gate; how many keys were stored.
 fn store_until_reclaim_stops(log: &Log, gate: &Gate, file: &'static str) -> u64 {
     (0..120).for_each(|n| {
         let _ = store(log, n);
@@ -148,8 +147,8 @@ fn what_is_looked_up_and_pinned_loads_whatever_is_reclaimed_meanwhile() {
         let found = log.lookup(&keys);
         let pinned: Vec<_> = keys.iter().take(found).map_while(|k| log.locate(k, PIN)).collect();
         for (n, pin) in (first..).zip(&pinned).filter(|(_, pin)| pin.is_leased()) {
-            // Another lookup may for a moment miss what reclaim has condemned and gives back for
-            // the lease.
+            // Another lookup may miss for a moment, while reclaim condemns the segment, finds the
+            // lease and takes that back.
             let loaded = load(&log, n).or_else(|_| load(&log, n));
             assert!(loaded.is_ok(), "key {n}: {loaded:?} {pin:?}");
             loads += 1;
@@ -166,7 +165,7 @@ fn a_chunk_that_was_moved_away_from_under_a_load_is_not_given_up() {
     let (log, _) = gated(dir.path(), crate::index::Reclaim::Lru);
     (0..9).for_each(|n| assert!(store(&log, n)));
     let before = log.locate(&key(3), PIN).unwrap();
-    // The lease is over, and the bytes are somebody else's by the time they are read.
+    // By the time a load without a lease reads the place, the slot there is gone.
     drop(log.remove(&[key(3)]));
     assert!(store(&log, 3));
     let mut stale = before.clone();

@@ -1,4 +1,5 @@
-//! Tests of the log through its public API, one behaviour each.
+//! Tests of the log, one behaviour each: most through its public API, some with a look at its
+//! state.
 
 mod fsck;
 mod support;

@@ -15,7 +15,7 @@ use crate::io::{self, Fault, Faulty, Op, Request};
 use crate::key::ChunkKey;
 use crate::log::{Chunk, Log, LogOptions, PutSpec, Turn};
 
-/// The key of a copy, which has no header yet: of what it holds.
+/// The key of a copy, by its payload: it has no header yet.
 fn key_of(log: &Log, slot: &[u8]) -> ChunkKey {
     let extent = log.chunk_layout(CHUNK_TOKENS, SlotCodec::None).extents[0];
     let bytes = &slot[extent.offset as usize..][..extent.len as usize];
@@ -23,10 +23,10 @@ fn key_of(log: &Log, slot: &[u8]) -> ChunkKey {
     n.map_or(ChunkKey([0; 32]), key)
 }
 
-/// What is done to a chunk, once each, while its copy is being written.
+/// What is done once, to one chunk, while its copy is being written.
 type Deed = Box<dyn FnOnce(&Log, &ChunkKey) + Send>;
 
-/// Does something to chunks between their being read for a move and the move's being published.
+/// Does something to chunks after a move has read them, and before it is published.
 #[derive(Default)]
 struct Meddler {
     log: Mutex<Weak<Log>>,
@@ -34,7 +34,7 @@ struct Meddler {
     met: Mutex<Vec<ChunkKey>>,
     /// Writes and flushes: `c` of a copy, `d` a flush of data.kv, `j` a page of the journal.
     order: Mutex<String>,
-    /// No region can be written that says that its segment is free.
+    /// Writes of regions that say that a segment is free fail.
     frees_fail: AtomicBool,
 }
 
@@ -48,7 +48,7 @@ impl Meddler {
             Op::Write if !of_data && regions.is_some_and(|at| request.offset < at) => self.order.lock().push('j'),
             _ => {}
         }
-        // Stores write a slot in parts; whole, it is written by a move only.
+        // Only a move writes a slot in one piece.
         let is_copy =
             request.op == Op::Write && request.len as u64 == SLOT_BYTES && request.file.path().ends_with("data.kv");
         if !is_copy {
@@ -64,7 +64,8 @@ impl Meddler {
 
 impl Meddler {
     fn fate(&self, request: &Request) -> Option<Fault> {
-        // A seal writes more than a page, and the journal's pages lie before the regions.
+        // A single page in the regions: a seal writes more, and journal pages lie before the
+        // regions.
         let is_page = request.op == Op::Write && request.len == PAGE_BYTES && request.file.path().ends_with("index.kv");
         if !is_page || !self.frees_fail.load(Ordering::SeqCst) {
             return None;
@@ -101,8 +102,7 @@ fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
     (log, meddler)
 }
 
-/// Stores until so many chunks were copied; the keys that are used all the time lie in every
-/// segment.
+/// Stores until `wanted` chunks were copied. Some keys in every segment are used all the time.
 fn store_until_met(log: &Log, meddler: &Meddler, wanted: usize) {
     let hot = |n: u64| n.is_multiple_of(5);
     for n in 0..2000 {
@@ -151,8 +151,7 @@ fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
     check(&log, "after a crash");
 }
 
-/// Or a crash could leave the record of a copy without its bytes: where another lane has the other
-/// slot, the copy would be the one that is served.
+/// Otherwise a crash could leave the record of a copy without its bytes.
 #[test]
 fn a_copy_is_flushed_before_the_journal_speaks_of_it() {
     let dir = temp();
@@ -165,7 +164,7 @@ fn a_copy_is_flushed_before_the_journal_speaks_of_it() {
     assert!(order.contains("cd") && !order.contains("cj"), "{order}");
 }
 
-/// Or a rebuild would find it in the copy, of which the removal knew nothing.
+/// Otherwise a rebuild would find the copy, of which the removal cannot know.
 #[test]
 fn what_is_removed_after_it_was_copied_is_not_readable_in_its_copy() {
     let dir = temp();
@@ -176,7 +175,7 @@ fn what_is_removed_after_it_was_copied_is_not_readable_in_its_copy() {
     let has_looked = Arc::clone(&looked);
     let data = lane_file(dir.path(), "data.kv");
     let note: Deed = Box::new(move |_, key| first.lock().push(*key));
-    // The copy of the one before is written.
+    // By now the copy of the chunk before is written.
     let remove: Deed = Box::new(move |log, _| {
         let key = then.lock()[0];
         assert_eq!(log.remove(&[key]).unwrap(), [true]);
@@ -190,7 +189,8 @@ fn what_is_removed_after_it_was_copied_is_not_readable_in_its_copy() {
     assert!(looked.load(Ordering::SeqCst));
 }
 
-/// The copy is not wanted then. If it counted, nobody would know of the slot that it is a copy of.
+/// A leased segment is not reclaimed, so the copy is dropped. If it were published, no entry would
+/// name the original.
 #[test]
 fn what_is_leased_while_it_is_moved_is_removed_with_the_slot_in_which_it_stays() {
     let dir = temp();
@@ -207,7 +207,7 @@ fn what_is_leased_while_it_is_moved_is_removed_with_the_slot_in_which_it_stays()
     assert!(!place.is_readable());
 }
 
-/// A chunk that was moved, and of which both slots are there: where it lay, and where it lies.
+/// A chunk that was moved and whose old segment could not be freed: its old and its new place.
 fn half_moved(dir: &Path) -> (Arc<Log>, ChunkKey, [SlotPlace; 2]) {
     let (log, meddler) = meddled(dir);
     let moved: Arc<Mutex<Vec<(ChunkKey, SlotPlace)>>> = Arc::default();
@@ -224,7 +224,7 @@ fn half_moved(dir: &Path) -> (Arc<Log>, ChunkKey, [SlotPlace; 2]) {
     (log, key, [old, new])
 }
 
-/// Or a removal would make one of them unreadable, and a rebuild would find the other.
+/// Otherwise a removal would make one of them unreadable, and a rebuild would find the other.
 #[test]
 fn of_a_move_that_a_crash_cut_off_the_next_opening_leaves_one_slot() {
     let dir = temp();

@@ -1,4 +1,4 @@
-//! What is there, or being stored, is not stored again: chunks and objects.
+//! Chunks and objects that are stored, or are being stored, are not stored again.
 
 use super::support::*;
 use crate::format::record::KeyKind;

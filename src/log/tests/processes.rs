@@ -52,7 +52,7 @@ impl Process {
         panic!("the child ended before it said {word:?}");
     }
 
-    /// Kills it; the last number that it said with `word`.
+    /// Kills it; the number in the last line with `word`.
     fn kill(mut self, word: &str) -> Option<u64> {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -133,7 +133,7 @@ fn what_a_killed_writer_had_flushed_is_there() {
 fn a_killed_writers_removals_and_new_values_stay() {
     let dir = temp();
     let mut hits = 0;
-    // Until some were served: a kill often comes between a removal and a store.
+    // Repeated until some version was served: a kill often comes between a removal and a store.
     for round in 0..60u64 {
         let mut writer = Process::spawn("rewrite 7", dir.path());
         let mut last = writer.next("version ");
@@ -142,8 +142,7 @@ fn a_killed_writers_removals_and_new_values_stay() {
         }
         last = writer.kill("version ").unwrap_or(last);
         let log = Log::open(shared_options(dir.path())).unwrap();
-        // Nothing, where the kill came between the removal of one version and the store of the
-        // next.
+        // `None` where the kill came between the removal of one version and the store of the next.
         let served = version(&log, 7, last + 20);
         assert!(served.is_none_or(|v| v >= last), "round {round}: version {served:?} is served, {last} was flushed");
         // The next version may have been stored again before the kill, but nothing that was

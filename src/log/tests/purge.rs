@@ -1,4 +1,4 @@
-//! Removing from outside: beside writers and readers, after crashes, and with nobody there.
+//! Purges: beside writers and readers, after crashes, and without any process.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -70,7 +70,7 @@ fn a_server_adopts_the_removals_and_gives_the_space_back() {
     let before = log.stats().segments;
     assert!(before > 5);
     run(dir.path(), What::All);
-    until("the lane of the removal is gone, and the space", || {
+    until("the space is given back", || {
         let stats = log.stats();
         stats.lanes == 1 && stats.live_bytes == 0 && stats.segments < before / 2
     });
@@ -86,8 +86,7 @@ fn a_tenant_goes_and_the_others_stay() {
         (0..30).for_each(|n| store_for(&log, n, n % 3 * ACME));
         overwrite(&log, 1, 1);
         let second = Log::open(quick(dir.path())).unwrap();
-        // With a segment of its own it can carry the removals on, if it is the one that adopts
-        // them.
+        // Two lanes, with the tenant's chunks in one of them.
         assert!(store(&second, 100));
         let purged = run(dir.path(), What::Tenant(ACME));
         assert_eq!(purged.chunks, 9, "key 1 was overwritten without a tenant");
@@ -97,7 +96,7 @@ fn a_tenant_goes_and_the_others_stay() {
         store_for(&log, 4, ACME);
         log.remove(&[key(4)]).unwrap();
         if settle {
-            until("adopted", || log.stats().lanes == 2 && second.stats().lanes == 2);
+            until("each process sees both lanes", || log.stats().lanes == 2 && second.stats().lanes == 2);
         }
         second.abandon();
         let log = crash(log);
@@ -116,7 +115,7 @@ fn with_nobody_there_the_disk_is_freed() {
     let before = budget::allocated_below(dir.path()).unwrap();
     let purged = run(dir.path(), What::Tenant(ACME));
     assert_eq!(purged.chunks, 15);
-    // Less where so many holes take a block of the file system's own.
+    // One slot less, as the holes may cost the file system a block of its own.
     assert!(purged.freed_bytes >= 14 * SLOT_BYTES, "{purged:?}");
     let log = crash(Log::open(quick(dir.path())).unwrap());
     assert!((0..30).all(|n| has(&log, n) == (n % 2 == 0)));

@@ -1,4 +1,4 @@
-//! What one tenant may take: the bound, whose chunks go for it, and that nobody else's do.
+//! Quotas of tenants: the bound, and that only the tenant's own chunks are evicted for it.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -42,13 +42,13 @@ fn held(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
     keys.filter(|n| has(log, *n)).collect()
 }
 
-/// What is held when the maintenance thread has nothing more to give up.
+/// The keys that are held when the maintenance thread has nothing more to evict.
 fn settled(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
     at_rest(log);
     held(log, keys)
 }
 
-/// Loads chunks that were held a moment ago; how many have been given up since.
+/// Loads chunks that were held a moment ago; how many were evicted since.
 fn all_load(log: &Log, keys: &[u64]) -> usize {
     let is_gone = |n: &&u64| match load_key(log, &key(**n)) {
         Ok(layers) => {
@@ -86,13 +86,12 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         assert!(ours.len() as u64 * SLOT_BYTES > QUOTA * 8 / 10, "{policy:?}: only {} chunks are left", ours.len());
         assert!((990..1000).all(|n| ours.contains(&n)), "{policy:?}: the newest went");
         assert_eq!(held(&log, 5000..5100).len() + held(&log, 6000..6400).len(), 500, "{policy:?}: others paid for it");
-        // The maintenance thread may just have given up more; a crash may bring that back, and
-        // loses nothing else.
+        // The maintenance thread may just have evicted more, which a crash may bring back. Nothing
+        // else may be lost.
         let ours: Vec<u64> = ours.into_iter().filter(|n| has(&log, *n)).collect();
         let log = crash(log);
         let after = held(&log, 0..1000);
-        // The maintenance thread makes room for what the tenant stores next: what goes for that is
-        // counted.
+        // What is evicted meanwhile, to make room for the tenant's next puts, is counted.
         let lost: Vec<&u64> = ours.iter().filter(|n| !after.contains(n)).collect();
         let gone = lost.len() + all_load(&log, &after);
         assert!(gone as u64 <= log.stats().quota_evicted, "{policy:?}: {gone}, {lost:?}, {:?}", log.stats());
@@ -123,7 +122,7 @@ fn what_cannot_go_is_not_made_room_for() {
     let dir = temp();
     let with = LogOptions { segment_bytes: Some(4 << 20), ..limited(dir.path(), crate::index::Reclaim::Prefix) };
     let log = Log::open(with).unwrap();
-    // All of it lies in the open segment, of which nothing can be given back.
+    // All of it lies in the open segment, from which nothing can be evicted.
     let fits = QUOTA / SLOT_BYTES;
     fill(&log, 0..fits, OURS);
     assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota, _)));
@@ -135,7 +134,7 @@ fn what_cannot_go_is_not_made_room_for() {
     fill(&log, 1000..1010, THEIRS);
     let mut object = of_tenant(2000, OURS);
     object.key_kind = KeyKind::Object;
-    assert!(matches!(log.begin_put(object).unwrap(), PutOutcome::Started(_)), "objects have no quota");
+    assert!(matches!(log.begin_put(object).unwrap(), PutOutcome::Started(_)), "objects are a tenant of their own");
     log.seal(soon()).unwrap();
     assert!(store_spec(&log, of_tenant(fits, OURS), fits, 0).unwrap(), "sealed, it can be given up");
     // The maintenance thread may still be making room.
@@ -171,8 +170,8 @@ fn processes_on_one_cache_see_what_the_others_store() {
     for n in 0..400 {
         for (i, log) in logs.iter().enumerate() {
             let n = n + 1000 * i as u64;
-            // Not stored at once where the other takes all of the quota: it gives up its own when
-            // it counts the next time.
+            // It may have to wait, where the other process takes all of the quota: that one evicts
+            // chunks after its next count.
             let mut tries = 0;
             while !store_spec(log, of_tenant(n, OURS), n, 0).unwrap() {
                 tries += 1;
@@ -181,7 +180,7 @@ fn processes_on_one_cache_see_what_the_others_store() {
         }
     }
     logs.iter().for_each(|log| log.flush().unwrap());
-    // Both have counted once more, and given up what was too much.
+    // Until both have counted once more and evicted the excess.
     let deadline = soon();
     while taken(&logs[0])[&OURS] > QUOTA {
         assert!(std::time::Instant::now() < deadline, "{:?}", taken(&logs[0]));

@@ -1,5 +1,5 @@
-//! An index made anew: nothing intact is lost, nothing removed or overwritten comes back, whatever
-//! became of index.kv.
+//! Rebuilding an index: whatever happened to index.kv, nothing intact is lost, and nothing removed
+//! or overwritten comes back.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -21,7 +21,7 @@ fn small(dir: &Path) -> LogOptions {
     LogOptions { segment_bytes: Some(128 << 10), ..options(dir) }
 }
 
-/// Which version is served of each key of [`make`].
+/// The version of key `n` of [`make`] that is served.
 fn want(n: u64) -> Option<u64> {
     match n {
         0..=9 => None,
@@ -286,7 +286,7 @@ fn what_a_power_cut_took_is_not_found_beside_what_was_stored_since() {
     let log = Log::open(options.clone()).unwrap();
     assert!(store(&log, 100));
     log.flush().unwrap();
-    // Whole slots in the same segment, of which no journal page tells.
+    // Whole slots in the same segment, of which no journal page has a record.
     (0..5).for_each(|n| assert!(store(&log, n)));
     log.abandon();
     drop(log);

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const CAPACITY: u64 = 4 << 20;
 
 fn small(dir: &Path) -> LogOptions {
-    // Whole segments go; single chunks are the subject of holes.rs.
+    // Whole segments are reclaimed; holes.rs tests the eviction of single chunks.
     LogOptions {
         capacity_bytes: CAPACITY,
         segment_bytes: Some(128 << 10),
@@ -70,7 +70,7 @@ fn what_is_used_again_and_again_outlives_what_is_not() {
     let dir = temp();
     let log = open_small(dir.path());
     fill(&log, 0..150);
-    // One in every segment, so that keeping them means moving them.
+    // At least one in every segment, so that keeping them means moving them.
     let hot: Vec<u64> = (0..25).map(|i| i * 10).collect();
     for n in 150..700 {
         assert!(store(&log, n));

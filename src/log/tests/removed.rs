@@ -11,7 +11,7 @@ use crate::error::ErrorKind;
 use crate::index::Mark;
 use crate::log::{Bad, Log, LogOptions, PutOutcome, Turn};
 
-/// A log in which nothing happens by itself.
+/// A log without threads.
 fn still(dir: &Path) -> Arc<Log> {
     Log::open(LogOptions { foreground: true, ..options(dir) }).unwrap()
 }
@@ -20,7 +20,7 @@ fn mark_of(log: &Log, n: u64) -> Option<Option<Mark>> {
     log.volumes[0].own().unwrap().table().get_marked(&key(n)).map(|(.., mark)| mark)
 }
 
-/// Keys that are there when the cache has been opened again, then from the data alone.
+/// Keys that are there after a reboot, and after a rebuild from the data alone.
 fn after_all(dir: &Path, keys: std::ops::Range<u64>) -> [Vec<u64>; 2] {
     reboot(dir);
     [false, true].map(|from_data| {
@@ -106,8 +106,8 @@ fn what_was_removed_in_another_process_can_be_stored_anew_by_both() {
     }
 }
 
-/// The lane's holder gives the chunk up at the same moment: the removal waits until it is gone, or
-/// there again.
+/// The lane's holder is just evicting the chunk: the removal waits until that has ended, or was
+/// taken back.
 #[test]
 fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
     for goes in [false, true] {
@@ -129,7 +129,7 @@ fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
             );
             table.unmark(&key(1), sequence, Mark::Leaving).unwrap();
             if goes {
-                // Whoever comes first makes it unreadable.
+                // The eviction and the removal run at once: the first one makes it unreadable.
                 let entry = holder.volumes[0].own().unwrap().get(&key(1));
                 entry.into_iter().for_each(|_| give_up_if_there(&holder, 1));
             }

@@ -13,15 +13,14 @@ fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     let small = LogOptions { capacity_bytes: 96 << 20, segment_bytes: Some(32 << 20), ..options(dir.path()) };
     let log = Log::open(small).unwrap();
     let begin = |n: u64| begin(&log, PutSpec::object(key(n), 100, KeyKind::Object)).unwrap().unwrap();
-    // As many as the table of 1024 entries takes before it must grow, and room for some more in the
-    // open segment.
+    // Fewer than the table of 1024 entries takes before it must grow.
     let full = 800;
     for n in 0..full {
         let put = begin(n);
         let crcs = write_extents(&log, &put, n, 0).unwrap();
         commit(put, &crcs).unwrap();
     }
-    // Nothing may be allocated from here on, and there is no segment to give back.
+    // From here on nothing can be allocated, and there is no segment to give back.
     let ballast = dir.path().join("ballast");
     let file = crate::io::DirectFile::open(&ballast, crate::io::FileOptions::create()).unwrap();
     let used = allocated_below(dir.path()).unwrap();
@@ -79,7 +78,7 @@ fn a_draining_drive_serves_and_takes_nothing() {
     assert!(before.drives.iter().all(|d| d.chunks > 10), "both are in use");
     log.close(soon()).unwrap();
     drop(log);
-    // Half of what it holds has to go as well, and nothing of that is written again.
+    // Its capacity is halved too: chunks are dropped, and none is written again.
     let drained = DriveOptions {
         drain: true,
         capacity_bytes: Some(before.drives[0].disk_bytes / 2),
@@ -131,7 +130,7 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
     std::fs::rename(&cache, dir.path().join("elsewhere")).unwrap();
     let mut held = Vec::new();
     let refused = loop {
-        // It would be waited for until the test is stopped.
+        // If the refusal did not end the wait, the test would hang.
         match log.begin_put_within(spec(held.len() as u64 + 1), Duration::from_secs(3600)) {
             Ok(PutOutcome::Started(put)) => held.push(put),
             Ok(other) => panic!("{other:?}"),
@@ -141,7 +140,7 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
     assert_ne!(refused.kind(), ErrorKind::NoSpace);
     assert!(refused.to_string().contains("no free segment"), "{refused}");
     assert!(has(&log, 0));
-    // Who asks again gets a new answer, and not the one before.
+    // The next call gets a new answer.
     std::fs::rename(dir.path().join("elsewhere"), &cache).unwrap();
     let again = log.begin_put_within(spec(1_000_000), Duration::from_secs(3600)).unwrap();
     assert!(matches!(again, PutOutcome::Started(_)));

@@ -1,4 +1,4 @@
-//! A small cache and the two things one does with it.
+//! A small cache, and helpers that store, load, reopen and damage it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(super) fn options(dir: &Path) -> LogOptions {
     }
 }
 
-/// The same, and one whose chunks have coded slots, of a seventh less.
+/// The same, and options with larger chunks, whose slots are coded.
 pub(super) fn plain_and_coded(dir: &Path) -> [LogOptions; 2] {
     let layers = vec![LayerSpec::kv(LayerKind::Full, 8, 128); 2];
     let geometry = Arc::new(Geometry::new("small", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap());
@@ -66,7 +66,7 @@ pub(super) fn spec(n: u64) -> PutSpec {
     PutSpec::chunk(key(n), key(n.wrapping_sub(1)), CHUNK_TOKENS, n as u32 & 0xff)
 }
 
-/// Begins a put, with patience; `None` if the key is there.
+/// Begins a put, waiting for room; `None` if the key is there, or the put is not admitted.
 pub(super) fn begin(log: &Log, spec: PutSpec) -> Result<Option<Put>> {
     Ok(match log.begin_put_within(spec, Duration::from_secs(10))? {
         PutOutcome::Started(put) => Some(put),
@@ -100,7 +100,7 @@ pub(super) fn store_spec(log: &Log, spec: PutSpec, n: u64, version: u64) -> Resu
     commit(put, &crcs).map(|()| true)
 }
 
-/// Stores version 0 of key `n`; whether it was not there.
+/// Stores version 0 of key `n`; `false` if the key is there, or the put is not admitted.
 pub(super) fn store(log: &Log, n: u64) -> bool {
     store_spec(log, PutSpec { codec: log.next_codec(), ..spec(n) }, n, 0).unwrap()
 }
@@ -183,7 +183,7 @@ pub(super) fn open(dir: &Path) -> Arc<Log> {
     Log::open(options(dir)).unwrap()
 }
 
-/// Waits until reclaim has done what the stores so far call for: what is there then stays.
+/// Waits until reclaim has nothing left to do: what is there then stays.
 pub(super) fn at_rest(log: &Log) {
     log.at_rest(soon()).unwrap();
 }
@@ -204,7 +204,7 @@ pub(super) fn crash(log: Arc<Log>) -> Arc<Log> {
     Log::open(options).unwrap()
 }
 
-/// The one file called `name` below `dir`, of lane 0.
+/// The file called `name` of lane 0.
 pub(super) fn lane_file(dir: &Path, name: &str) -> std::path::PathBuf {
     let g = geometry();
     dir.join(g.fingerprint().dir_name()).join(g.shard_dir_name()).join("lane0").join(name)
@@ -215,7 +215,8 @@ pub(super) fn shard_dir(dir: &Path) -> std::path::PathBuf {
     lane_file(dir, "x").parent().unwrap().parent().unwrap().to_path_buf()
 }
 
-/// Takes away what the processes of a boot share: what is opened next finds what the drive holds.
+/// Removes the shared memory, as a reboot does: the next log opened finds only what is on the
+/// drive.
 pub(super) fn reboot(dir: &Path) {
     let shard = shard_dir(dir);
     let lanes = std::fs::read_dir(&shard).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir());
@@ -232,7 +233,7 @@ pub(super) struct SlotPlace {
 }
 
 impl SlotPlace {
-    /// Of a key that is there.
+    /// That of a key that is there.
     pub(super) fn of(log: &Log, n: u64) -> Self {
         Self::of_chunk(&log.locate(&key(n), PIN).unwrap_or_else(|| panic!("key {n} is not there")))
     }
@@ -241,7 +242,7 @@ impl SlotPlace {
         Self { file: chunk.file.path().to_path_buf(), offset: chunk.header_offset() }
     }
 
-    /// Of a put under way.
+    /// That of a put under way.
     pub(super) fn of_put(put: &Put) -> Self {
         let offset = put.slot_offset() + u64::from(put.layout().header_offset);
         Self { file: put.file().path().to_path_buf(), offset }
@@ -267,8 +268,8 @@ impl SlotPlace {
     }
 }
 
-/// Makes the index of every lane anew from nothing but its data; a lane in which nothing was ever
-/// stored goes.
+/// Makes the index of every lane anew from nothing but its data; a lane without any slots is
+/// deleted.
 pub(super) fn rebuild_from_data(dir: &Path) {
     use crate::log::fsck;
     for lane in fsck::lanes(dir).unwrap() {
@@ -280,7 +281,7 @@ pub(super) fn rebuild_from_data(dir: &Path) {
     }
 }
 
-/// Turns one bit.
+/// Flips one bit.
 pub(super) fn flip(file: &std::fs::File, bit: u64) {
     use std::os::unix::fs::FileExt as _;
     let mut byte = [0];

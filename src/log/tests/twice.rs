@@ -44,7 +44,8 @@ fn a_key_in_two_lanes_is_served_and_listed_once_and_removed_from_both() {
     reboot(dir.path());
     let log = open(dir.path());
     assert!(!has(&log, 1) && has(&log, 2), "also when one process holds both lanes");
-    // Where a lane's process had not seen the removal, each look at a slot finds out.
+    // Each load finds out that a slot is gone, even where the lane's process had not seen the
+    // removal.
     assert!(!has(&log, 1) && !has(&log, 1) && listed(&log) == 1);
     log.abandon();
     drop(log);
@@ -61,7 +62,7 @@ fn what_one_lane_loses_the_other_still_serves() {
     second.flush().unwrap();
     let place = SlotPlace::of(&first, 1);
     place.write(&[0; 4096]);
-    // The first load finds out, and tells the log; from then on the other slot is found.
+    // The first load finds out and reports it; from then on the slot in the other lane is found.
     drop(load(&first, 1));
     assert!(has(&first, 1) && has(&second, 1));
 }
@@ -84,7 +85,7 @@ fn a_put_whose_key_another_process_has_stored_meanwhile_keeps_nothing() {
     assert!(matches!(a.begin_put(spec(1)).unwrap(), PutOutcome::AlreadyThere));
 }
 
-/// What a put left that ended in no record, a header even, is not there when its segment is sealed.
+/// A put without a record may leave a slot, even with a header. Sealing its segment removes it.
 #[test]
 fn gaps_of_a_sealed_segment_are_given_back() {
     let dir = temp();

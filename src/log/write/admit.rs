@@ -1,8 +1,8 @@
-//! Which of the chunks that a prompt brings are stored at all; and what callers say of prompts, for
-//! this and for the policy for chains.
+//! Which of the chunks that a prompt brings are stored (admission), and what callers report of
+//! prompts to admission and to the policy for chains.
 //!
-//! One state of admission for all drives of the log. All is reported by callers, in the order of
-//! their calls, never by what I/O does, so that tensor-parallel ranks decide alike. Where
+//! Admission has one state for all drives of the log. It changes with the calls of callers only, in
+//! their order, and never with what I/O does, so that tensor-parallel ranks decide alike. Where
 //! everything is stored, admission locks and remembers nothing.
 
 use std::sync::Arc;
@@ -28,10 +28,10 @@ pub struct StoreCandidate {
 }
 
 impl Log {
-    /// How many of the chunks that a prompt could store, from the first on, are to be stored: the
-    /// others are of no use behind one that is not. They are in the prompt's order, and each is
-    /// offered once for a prompt. Those that are not to be stored are
-    /// counted. [`begin_put`](Self::begin_put) does not ask: what must be stored is stored.
+    /// How many chunks of `run`, from the first on, are to be stored; those behind one that is not
+    /// are of no use. `run` is in the prompt's order, and each chunk is offered once for a prompt.
+    /// The bytes that are not to be stored are counted. [`begin_put`](Self::begin_put) does not ask
+    /// admission.
     pub fn admit(&self, run: &[StoreCandidate]) -> usize {
         let Some(mut state) = self.ctx.admit.policy() else { return run.len() };
         let full = self.ctx.options.geometry.chunk_tokens;
@@ -54,10 +54,10 @@ impl Log {
         admitted
     }
 
-    /// What a prompt stores, in its order: chunks that are there already among them, those that are
-    /// not to be stored not. The policy for chains gets them here, in the order of the
-    /// calls, and not when their slots are opened, which is up to I/O. With several
-    /// drives it gets them then.
+    /// Reports the chunks that a prompt stores, in its order: those that are stored already too,
+    /// but none that [`admit`](Self::admit) refused. With one drive the policy for chains learns of
+    /// them here, in the order of the calls. With several it learns of each when its put begins,
+    /// which depends on I/O.
     pub fn note_brought(&self, run: &[StoreCandidate]) {
         if let Some(lane) = self.only_lane() {
             let codec = self.ctx.options.codec;
@@ -74,7 +74,7 @@ impl Log {
         }
     }
 
-    /// Chunks that are stored were of use to a prompt.
+    /// Reports stored chunks that a prompt has used.
     pub fn note_used(&self, keys: &[ChunkKey]) {
         if let Some(lane) = self.only_lane() {
             policy::note_used(&lane, keys.iter().map(tag_of));

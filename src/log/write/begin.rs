@@ -1,4 +1,4 @@
-//! Beginning a put: is the key there already, which drive takes it, and where on it.
+//! Beginning a put: whether the key is stored already, which drive takes it, and where on it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::log::drive::{QuotaClaim, Volume, Waiting};
 use crate::log::lane::{HeldSlot, Lane, LaneState, Need, SlotPlace, quota_tenant};
 use crate::log::{Log, policy};
 
-/// How often who waits for room within a quota looks for it.
+/// Pause between two looks for room within a quota.
 const LOOK_AT_QUOTA: Duration = Duration::from_millis(1);
 
 impl Log {
@@ -26,7 +26,7 @@ impl Log {
     /// ready.
     ///
     /// # Errors
-    /// `Busy`: shed, try later or never. `InvalidInput` for a slot that fits no segment.
+    /// `Busy` where no drive accepts puts now. `InvalidInput` for a slot that fits no segment.
     /// `Unsupported` in read-only mode. `Closed`, `Forked`.
     pub fn begin_put(&self, spec: impl Into<Box<PutSpec>>) -> Result<PutOutcome> {
         self.begin(spec.into(), None)
@@ -93,7 +93,7 @@ impl Log {
 
     /// Claims the key; `None` where it is stored, or being stored.
     fn claim(&self, key: &ChunkKey) -> Option<KeyClaim> {
-        // Claimed first: who looks first may miss what another put publishes in between.
+        // Claimed before the look: otherwise another put could publish the key in between.
         let claim = KeyClaim::take(&self.ctx.in_flight, key).filter(|_| !self.contains(key));
         self.ctx.counters.already_there.add(u64::from(claim.is_none()));
         claim
@@ -130,9 +130,9 @@ impl Log {
         chosen.ok_or_else(|| Error::new(ErrorKind::Busy, "no drive accepts stores"))
     }
 
-    /// Of the drives that take puts, the one with the greatest hash together with the key: adding
-    /// or losing a drive moves no more keys than it must, and the order of the list does not
-    /// matter.
+    /// The drive, of those that take puts, whose id hashed together with the key gives the greatest
+    /// value: adding or losing a drive moves no more keys than it must, and the order of the list
+    /// does not matter.
     fn by_hash(&self, key: &ChunkKey) -> Option<&Arc<Volume>> {
         self.volumes.iter().filter(|v| v.takes_puts()).max_by_key(|v| {
             let mut hasher = blake3::Hasher::new();
@@ -141,8 +141,8 @@ impl Log {
         })
     }
 
-    /// A place in the drive's own lane and the slot's sequence; `None` where there is no room now,
-    /// and no `deadline` until which it is waited for.
+    /// A place in the drive's own lane and the slot's sequence; `None` where there is no room now
+    /// and no `deadline` to wait for.
     fn reserve(
         &self,
         volume: &Volume,
@@ -180,8 +180,8 @@ impl Log {
     }
 }
 
-/// Whether what a key named before is still being made unreadable: until then nothing else may name
-/// it, or nobody would know of that slot.
+/// Whether an earlier slot of a key is still being made unreadable. Until it is, its entry must not
+/// be replaced: no other entry names that slot.
 fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
     let found = lane.table().get_marked(key);
     found.is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
@@ -194,8 +194,8 @@ fn check_writable(lane: &Lane, state: &LaneState) -> Result<()> {
     Ok(())
 }
 
-/// A place and a sequence, both under the lane's lock: who looks at the puts under way and then
-/// finds none of a lower sequence will never see one.
+/// Takes a place and a sequence while the lane's lock is held: if no put with a lower sequence than
+/// some number is under way now, none will be later.
 fn take_place(volume: &Volume, lane: &Lane, state: &mut LaneState, need: Need) -> Result<Option<(SlotPlace, u64)>> {
     let Some(place) = state.segments.place(need, lane.shared().as_ref()) else { return Ok(None) };
     match volume.shard.next_seq() {
@@ -211,8 +211,8 @@ fn take_place(volume: &Volume, lane: &Lane, state: &mut LaneState, need: Need) -
     }
 }
 
-/// Asks for the room of a put within its tenant's quota, until `deadline` where there is one; no
-/// claim for what counts for nobody.
+/// Claims the room of a put within its tenant's quota, waiting for it until `deadline`, if there is
+/// one; `None` for a put that counts for no tenant.
 fn claim_quota(
     volume: &Volume,
     spec: &PutSpec,

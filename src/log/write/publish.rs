@@ -2,8 +2,8 @@
 //! for the journal.
 //!
 //! Invariant: this happens only after every byte of the slot, the header last, has been written
-//! with its full length, and only into a segment that still takes records. What is refused after
-//! its header was written has it made unreadable.
+//! with its full length, and only into a segment that still takes records. Where a put is refused
+//! after its header was written, the header is overwritten with zeros.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::format::record::{KeyKind, Record};
 use crate::log::lane::{Hold, Lane, LaneState, SlotPlace, SlotRange, Unpublished};
 use crate::log::policy;
 
-/// A put whose header is being written. Dropped without an end it answers its caller all the same.
+/// A put whose header is being written. If it is dropped before its end, its caller gets an error.
 pub(super) struct Commit {
     reservation: Reservation,
     record: Record,
@@ -26,7 +26,8 @@ pub(super) struct Commit {
 }
 
 impl Commit {
-    /// From now on a flush waits for it. Its slot has so many bytes, and its header at this offset.
+    /// From now on a flush waits for it. `slot_bytes` and `header_at`: length of the slot, and
+    /// offset of the header in it.
     pub(super) fn begin(
         reservation: Reservation,
         record: Record,
@@ -39,8 +40,8 @@ impl Commit {
 
     fn end(mut self, result: Result<()>) {
         let done = self.over(result.is_ok());
-        // The key is free again before the caller is notified: what it begins next must not find
-        // the put still in flight.
+        // The claim on the key ends before the caller is notified, so that a put that the caller
+        // begins next does not find this one in flight.
         drop(self);
         if let Some(done) = done {
             done(result);
@@ -60,7 +61,7 @@ impl Commit {
         Some(done)
     }
 
-    /// It is not published although its header has been written.
+    /// Ends a put without publishing it, although its header has been written.
     fn refuse(self, why: Error) {
         let (lane, place) = (Arc::clone(&self.reservation.lane), self.reservation.place);
         let slot = SlotRange { page: place.page, pages: self.record.pages, header_at: self.header_at };
@@ -92,7 +93,7 @@ impl Unpublished for Commit {
     }
 }
 
-/// Ends a put of what has come to be there by itself.
+/// Ends a put whose key another process has stored meanwhile: a success that keeps nothing.
 pub(super) fn give_back(mut reservation: Reservation, done: PutDone) {
     reservation.lane.ctx.counters.already_there.add(1);
     reservation.ended = true;
@@ -111,7 +112,7 @@ pub(super) fn finish(commit: Commit, written: Result<()>) {
     publish(commit);
 }
 
-/// Enters the record. What finds the table full waits for the journal thread, which lets it grow.
+/// Enters the record. A put that finds the table full waits for the journal thread to grow it.
 fn publish(mut commit: Commit) {
     let lane = Arc::clone(&commit.reservation.lane);
     let outcome = lane.state().and_then(|mut state| enter(&lane, &mut state, &mut commit));

@@ -22,8 +22,8 @@ pub enum PutOutcome {
     Started(Put),
     /// The key is stored, or is being stored by another put of this process: nothing to do.
     AlreadyThere,
-    /// There is no room for it yet: no free segment is ready, or what the key named before is just
-    /// being made unreadable. The spec comes back, to try again with or to be shed.
+    /// There is no room for it yet: no free segment is ready, or an earlier slot of the key is just
+    /// being made unreadable. The spec comes back, for another try.
     NoRoom(Box<PutSpec>),
     /// It is not to be stored now, for a limit that was set; the spec comes back.
     NotAdmitted(Refusal, Box<PutSpec>),
@@ -34,8 +34,8 @@ pub enum PutOutcome {
 pub enum Refusal {
     /// The drive has been written as much as its write budget allows.
     Budget,
-    /// The tenant's chunks take all that one tenant may: its oldest are being given up, so that
-    /// there will be room soon.
+    /// The tenant's chunks take all that one tenant may. Those not used for longest are being
+    /// evicted, so that there will be room soon.
     Quota,
 }
 
@@ -112,8 +112,10 @@ impl Put {
     /// called once, on an I/O thread or the log's.
     ///
     /// `done` gets `InvalidInput` for a wrong number of CRCs, `Internal` for TLVs that do not fit,
-    /// the error of the header's write, `TimedOut` where the put took so long that its segment
-    /// was sealed without it.
+    /// `Cancelled` where the key or its tenant was removed meanwhile, the error of the header's
+    /// write, `TimedOut` where the put took so long that its segment was sealed without it,
+    /// `NoSpace` where the index cannot grow, `Closed` where the cache was closed before. Where
+    /// another process has stored the key meanwhile it gets `Ok`.
     pub fn commit(self, layer_crcs: &[u32], done: PutDone) {
         let (buf, header_crc) = match self.header(layer_crcs) {
             Ok(header) => header,
@@ -126,12 +128,13 @@ impl Put {
         if self.layout.codec() != SlotCodec::None {
             self.reservation.lane.ctx.codec.fitted();
         }
-        // Its header must not reach the drive after the removal has made durable what it has done.
+        // A header written after the removal's flush would bring the key back.
         if self.reservation.claim.is_removed() {
             drop(self);
             return done(Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored")));
         }
-        // Who is second keeps nothing. Two at the same moment may both be kept, and both are right.
+        // Of two processes that store a key, the second keeps nothing. Where both publish at the
+        // same moment both slots are kept, and both are right.
         if self.reservation.is_there(&record.key) {
             return publish::give_back(self.reservation, done);
         }
@@ -150,8 +153,7 @@ impl Put {
         lane.submit_write(request.timeout(lane.ctx.options.io_timeout));
     }
 
-    /// Aborts because an extent could not be written, so that the log learns of the drive's
-    /// trouble.
+    /// Aborts because an extent could not be written, and counts the error for the drive's health.
     pub fn fail(self, why: &Error) {
         self.health.note_error(why.kind());
         if matches!(why.kind(), ErrorKind::Io | ErrorKind::ShortIo) {
@@ -159,7 +161,8 @@ impl Put {
         }
     }
 
-    /// Aborts because the KV does not fit the codec; gives what to begin instead: the same without.
+    /// Aborts because the KV does not fit the codec; gives the spec of the same put without a
+    /// codec.
     #[must_use]
     pub fn misfit(self) -> Box<PutSpec> {
         let ctx = &self.reservation.lane.ctx;

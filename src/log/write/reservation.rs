@@ -9,7 +9,7 @@ use crate::log::base::in_flight::KeyClaim;
 use crate::log::drive::{Lanes, QuotaClaim, shows};
 use crate::log::lane::{HeldSlot, Lane, SlotPlace};
 
-/// Told once whether a put was published.
+/// Called once, with the result of a put.
 pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// A put's place and its claim on the key.
@@ -21,18 +21,18 @@ pub(super) struct Reservation {
     pub(super) claim: KeyClaim,
     /// The drive's lanes when it began: another process may store the same key meanwhile.
     pub(super) lanes: Arc<Lanes>,
-    /// Where floors are.
+    /// The shard's page, for its floors.
     pub(super) shard: Arc<SharedShard>,
     /// Its part of its tenant's quota.
     pub(super) _quota: Option<QuotaClaim>,
-    /// It was published, or counted as aborted.
+    /// Its end has been counted: as published, aborted or already there.
     pub(super) ended: bool,
 }
 
 impl Reservation {
     /// Whether some lane serves this key by now.
     pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
-        // What lies below a floor, or has expired, may still be in a table.
+        // An entry below a floor, or one that has expired, may still be in a table.
         self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| shows(&self.shard, &e, &self.lane.ctx)))
     }
 }

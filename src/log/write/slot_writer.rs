@@ -1,9 +1,8 @@
-//! A slot that is written in pieces, by several threads at once: what everybody who fills slots
-//! needs around a [`Put`].
+//! A slot that is written in pieces, by several threads at once: a [`Put`] shared by its writes.
 //!
 //! Invariants: every write carries a share in the slot until it has really ended; the first one
-//! that fails gives the put up and tells the log why; a put that was given up ends before the
-//! write's caller is notified, and is never committed.
+//! that fails aborts the put, with its error; the put has ended before the caller of that write is
+//! notified, and is never committed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -40,8 +39,8 @@ impl SlotWriter {
         }
     }
 
-    /// A write of the whole of `buf` to `offset` of the slot; whoever wants less of `buf` says so
-    /// in the request. It is for the [queue](Self::queue), again and again where that is full.
+    /// A write of the whole of `buf` to `offset` of the slot, for the [queue](Self::queue); where
+    /// that is full the caller tries again. To write less of `buf`, change the request.
     #[must_use]
     pub fn request(&self, offset: u64, buf: Buf, done: impl FnOnce(Completion) + Send + 'static) -> Request {
         let put = Arc::clone(&self.put);
@@ -83,14 +82,15 @@ impl SlotWriter {
         }
     }
 
-    /// As [`Put::misfit`]; writes under way still end in its slot. `None` where the put is over.
+    /// As [`Put::misfit`]; the place stays held until the writes under way have ended. `None` where
+    /// the put has ended already.
     #[must_use]
     pub fn misfit(&self) -> Option<Box<PutSpec>> {
         let put = self.put.lock().take();
         put.map(Put::misfit)
     }
 
-    /// Gives the put up now; writes under way still end in its slot.
+    /// Aborts the put now; the place stays held until the writes under way have ended.
     pub fn give_up(&self) {
         let put = self.put.lock().take();
         drop(put);

@@ -1,4 +1,4 @@
-//! What counts of slots and old records, segment by segment.
+//! Decides, segment by segment, which of the slots and old records count.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,7 +14,7 @@ use crate::log::base::half;
 use crate::log::base::image::SegmentImage;
 use crate::log::recovery::scan::record_of_header;
 
-/// The lane as it is to be.
+/// The contents of the new index.
 pub(super) struct Merged {
     pub(super) segments: Vec<SegmentImage>,
     pub(super) max_sequence: u64,
@@ -22,7 +22,7 @@ pub(super) struct Merged {
     pub(super) left_out: Vec<BadSlot>,
 }
 
-/// What speaks of one segment.
+/// All that was found of one segment.
 #[derive(Default)]
 struct Evidence {
     region: Option<OldRegion>,
@@ -96,7 +96,7 @@ fn one(
     let mut records: Vec<Record> = Vec::new();
     let mut end = 0;
     for slot in &evidence.slots {
-        // What begins within another slot is payload that looks like a header.
+        // A header within another slot is payload.
         if slot.start < end {
             continue;
         }
@@ -109,7 +109,7 @@ fn one(
         let counts = !is_whole || in_index.is_some();
         if slot.is_intact(data, len)? {
             end = slot.start + slot.bytes();
-            // The index knows how hot a chunk was.
+            // Only the old index has the hotness.
             let hotness = in_index.map_or(0, |r| r.hotness);
             records.extend(counts.then_some(Record { hotness, ..record }));
         } else if counts {

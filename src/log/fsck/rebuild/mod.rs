@@ -1,8 +1,12 @@
 //! Making index.kv anew: from the slots in data.kv, and from whatever is left of the old index.
 //!
-//! Within a segment the highest epoch counts that anything speaks of: its region, a record of the
-//! ring, or a slot. Every intact slot of it counts, but where the index is whole only those that it
-//! names: the others were never published.
+//! Within a segment the highest epoch counts that its region, a record of the ring or a slot names.
+//! Every intact slot of that epoch counts, but where the index is whole only those that it names:
+//! the others were never published.
+//!
+//! * this file: the steps, and a superblock where both are lost;
+//! * `slots`: finds slots by their headers; `old`: reads what is left of the old index;
+//! * `merge`: decides what counts.
 
 mod merge;
 mod old;
@@ -31,7 +35,7 @@ use crate::log::base::{image, sizes};
 /// How to rebuild.
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildOptions {
-    /// Only say what would be restored.
+    /// Only report what would be restored.
     pub dry_run: bool,
     /// Keep the old index as `index.kv.bak`.
     pub backup: bool,
@@ -54,7 +58,7 @@ pub struct Rebuilt {
     pub left_out: Vec<BadSlot>,
 }
 
-/// Bytes that [`rebuild`] tells its progress of, at most.
+/// Most bytes that [`rebuild`] reports to `progress` in all.
 #[must_use]
 pub fn rebuild_bytes(files: &LaneDir) -> u64 {
     let data = files.dir.open_file_in(DATA, &CacheFileOptions::default());
@@ -62,13 +66,12 @@ pub fn rebuild_bytes(files: &LaneDir) -> u64 {
 }
 
 /// Makes the index of a lane anew. `sibling` is the superblock of another lane of the same shard,
-/// if there is one: where this lane's own is lost, it tells what namespace and sizes are; without
-/// it they are derived from the slots and the directory.
+/// if there is one: where this lane's own is lost, geometry and segment size are taken from it;
+/// without it they are derived from the slots and the directory's name.
 ///
 /// # Errors
-/// `Locked` where a process writes the lane; `Incompatible` for one of a newer version; `Corrupt`
-/// where neither index nor data hold anything by which the lane could be known; those of reading
-/// and writing.
+/// `Locked` where a process writes the lane; `Incompatible` for one of another version; `Corrupt`
+/// where neither index nor data name the lane; those of reading and writing.
 pub fn rebuild(
     files: &LaneDir,
     sibling: Option<&Superblock>,
@@ -104,7 +107,7 @@ pub fn rebuild(
     Ok(rebuilt)
 }
 
-/// The old index, or, where an earlier rebuild was cut off, what it had put aside.
+/// The old index, or, where an earlier rebuild was cut off, the backup that it had made.
 fn read_old(files: &LaneDir) -> Result<OldIndex> {
     for name in [INDEX, INDEX_BACKUP] {
         match files.dir.open_file_in(name, &CacheFileOptions::default()) {
@@ -128,7 +131,7 @@ fn most_named<K: Copy + Ord + std::hash::Hash>(votes: impl Iterator<Item = (K, u
     all.into_iter().max_by_key(|(key, weight)| (*weight, *key)).map(|(key, _)| key)
 }
 
-/// A superblock for a lane that has lost both.
+/// A superblock for a lane that has lost both copies.
 fn derive(
     files: &LaneDir,
     (old, slots): (&OldIndex, &[FoundSlot]),
@@ -142,8 +145,7 @@ fn derive(
         let segment = u64::from(s.header.segment);
         (s.base / segment, u64::from(s.base.is_multiple_of(segment)))
     });
-    // With only its first segment in use, a lane's data.kv is one segment long, or two where the
-    // next one was ready.
+    // Where only the first segment is in use, the length of data.kv does as the size of a segment.
     let least = slots.iter().map(|s| s.start + s.bytes()).max().unwrap_or(0).next_multiple_of(COARSE_BYTES as u64);
     let of_sibling = sibling.map(|s| s.segment_bytes).filter(|bytes| *bytes >= least);
     let whole = len.next_multiple_of(COARSE_BYTES as u64).max(COARSE_BYTES as u64);
@@ -164,7 +166,7 @@ fn derive(
         fingerprint,
         layers_digest: sibling.map(|s| s.layers_digest).unwrap_or_default(),
         segment_bytes,
-        // Fitted to what is found.
+        // Set by `fit`.
         region_bytes: 0,
         ring_offset: 2 * PAGE_BYTES as u64,
         ring_pages: 1,
@@ -185,7 +187,7 @@ fn known_half(namespace: &str) -> Option<[u8; 32]> {
     Some(fingerprint)
 }
 
-/// Sizes that what was merged fits, and generations above all that was.
+/// Sets sizes that have room for the merged records, and generations above the old ones.
 fn fit(superblock: &mut Superblock, merged: &Merged, derived: bool) {
     let most = merged.segments.iter().map(|s| s.records.len()).max().unwrap_or(0);
     if derived {
@@ -218,12 +220,12 @@ fn put_in_place(
         }
     }
     dir.rename_in(INDEX_NEW, INDEX)?;
-    // It speaks of the index before.
+    // It was made from the old index.
     remove(files, TABLE_SHM)?;
     dir.sync()
 }
 
-/// Gives a file owner and permissions of another, so that its server can open it.
+/// Gives a file the owner and permissions of another one, so that the server can open it.
 fn like(file: &File, model: &File, path: &Path) -> Result<()> {
     let failed = |e| Error::io("cannot give the new index to the server's user", e).at(path);
     let wanted = model.metadata().map_err(failed)?;

@@ -1,5 +1,5 @@
-//! What is left of an index.kv: found page by page, so that it needs neither an intact superblock
-//! nor an intact length.
+//! What is left of an old index.kv. It is searched page by page, so that neither an intact
+//! superblock nor the whole file is needed.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -14,7 +14,7 @@ use crate::format::superblock::Superblock;
 
 /// Bytes read at once.
 const WINDOW_BYTES: usize = 1 << 20;
-/// Most records of a region that are believed in.
+/// Most records of a region that are read, whatever its count says.
 const MAX_RECORDS: u32 = 1 << 22;
 
 /// A region whose first page is intact.
@@ -23,17 +23,17 @@ pub(super) struct OldRegion {
     pub(super) header: RegionHeader,
     /// Its intact records.
     pub(super) records: Vec<Record>,
-    /// Whether all of them are.
+    /// Whether all of its records are intact.
     pub(super) whole: bool,
 }
 
-/// What is left.
+/// What is left of an index.
 #[derive(Debug, Default)]
 pub(super) struct OldIndex {
     pub(super) superblock: Option<Superblock>,
     /// Lane ids and how many structures name each.
     pub(super) lanes: HashMap<[u8; 16], u64>,
-    /// Intact records of the ring, of any lane and epoch.
+    /// Intact records of the ring, of any epoch, each with the lane that its page names.
     pub(super) loose: Vec<([u8; 16], Record)>,
     /// Some of the ring is not intact.
     pub(super) ring_is_damaged: bool,
@@ -45,10 +45,10 @@ pub(super) struct OldIndex {
 }
 
 impl OldIndex {
-    /// Reads what there is; an empty one for no file.
+    /// Reads an index file of `len` bytes.
     ///
     /// # Errors
-    /// Those of reading, and `Incompatible` for an index of a newer version.
+    /// Those of reading, and `Incompatible` for an index of another version.
     pub(super) fn read(file: &File, len: u64) -> Result<Self> {
         let mut old = Self::default();
         let mut pages = vec![0; 2 * PAGE_BYTES];
@@ -60,8 +60,8 @@ impl OldIndex {
             Err(_) => {}
         }
         if let Some(sb) = &old.superblock {
-            // What a file that was cut short has lost must not count as never written. Segments are
-            // given their regions before anything is put into them.
+            // Parts that were cut off must not count as never written. A segment has its region
+            // before it has slots, so each segment with slots had one.
             old.ring_is_damaged = len < sb.regions_offset;
             old.regions_end = Some((len.saturating_sub(sb.regions_offset) / sb.region_bytes.max(1)) as u32);
         }
@@ -105,7 +105,7 @@ impl OldIndex {
     }
 
     fn region(&self, file: &File, header: RegionHeader, offset: u64) -> Result<OldRegion> {
-        // Where its records lie the superblock says.
+        // Only the superblock says where the records lie.
         let Some(sb) = self.superblock.as_ref() else {
             return Ok(OldRegion { header, records: Vec::new(), whole: false });
         };

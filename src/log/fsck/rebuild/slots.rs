@@ -1,7 +1,7 @@
 //! The slots of a data.kv, found by their headers alone, and checked with every extent.
 //!
-//! Every page is looked at: a slot of an earlier use of its segment may still name a length that
-//! reaches over newer ones.
+//! Every page is looked at, and no slot is skipped by its length: a slot from an earlier use of its
+//! segment may name a length that reaches over newer slots.
 
 use std::fs::File;
 
@@ -21,9 +21,9 @@ const PIECE_BYTES: usize = 4 << 20;
 pub(super) struct FoundSlot {
     pub(super) header: SlotHeader,
     pub(super) crc: u32,
-    /// Where the slot starts in data.kv, if the header speaks of this place.
+    /// Where the slot starts in data.kv, if it lies where the header says.
     pub(super) start: u64,
-    /// Where its segment starts, then.
+    /// Where its segment starts, if so.
     pub(super) base: u64,
 }
 
