@@ -14,7 +14,7 @@ use super::bucket::{
 use super::entry::{Entry, EntryKind, MARKS, Mark, SEQ_WORD, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
 use super::mapping::{Access, Mapping};
-use super::sync::Mutex;
+use super::sync::{Mutex, fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
 
@@ -184,6 +184,8 @@ impl Table {
             // Before `carry_marks`: whoever marks an entry here and does not see this store has
             // marked it early enough for `carry_marks` to see.
             word.store(1, Ordering::SeqCst);
+            // The loads of `carry_marks` are weaker, and could be taken before the store.
+            fence(Ordering::SeqCst);
         }
     }
 

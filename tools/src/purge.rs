@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use forebay::log::fsck::{LaneDir, lanes, live};
-use forebay::log::purge::{What, purge};
-use forebay::remote::{Remote, RemoteOptions};
+use forebay::log::purge::{Purged, What, purge};
+use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
@@ -95,7 +95,9 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
         return Err(Error::new(ErrorKind::InvalidInput, "say what is to go")
             .advice("give --all, --tenant, --tenant-id or --namespace"));
     }
-    let targets = targets(args, what)?;
+    let remote = args.remote.as_deref().map(crate::remote::settings).transpose()?;
+    let remote = remote.and_then(|settings| RemoteOptions::of_settings(&settings));
+    let targets = targets(args, (what, remote.as_ref()))?;
     if targets.is_empty() {
         if context.json {
             out::print_json(&json!({"dry_run": args.dry_run, "shards": []}))?;
@@ -120,7 +122,7 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
         let mut report = json!({"namespace": t.namespace, "shard": t.shard, "model": t.model, "lanes": t.lanes,
             "lanes_in_use": t.in_use, "chunks": t.chunks, "bytes": t.bytes});
         if !args.dry_run {
-            complete &= remove(args, (t, what), (context, &mut report))?;
+            complete &= remove(args, (t, what, remote.as_ref()), (context, &mut report))?;
         }
         reports.push(report);
     }
@@ -131,15 +133,25 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
 }
 
 /// Removes from one shard; whether every lane could be read.
-fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Context, &mut Value)) -> Result<bool> {
-    let mut done = purge(&args.directory, &t.namespace, &t.shard, what)?;
-    if let Some(url) = &args.remote {
-        remove_remotely(url, t, what)?;
+fn remove(
+    args: &PurgeArgs,
+    (t, what, remote): (&Target, What, Option<&RemoteOptions>),
+    (context, report): (&Context, &mut Value),
+) -> Result<bool> {
+    let here = || match purge(&args.directory, &t.namespace, &t.shard, what) {
+        // Only the remote store has it, or a server has given up its lanes meanwhile.
+        Err(e) if e.kind() == ErrorKind::NotFound && remote.is_some() => Ok(Purged::default()),
+        done => done,
+    };
+    let mut done = here()?;
+    if let Some(options) = remote {
+        let tenant = match what {
+            What::Tenant(tenant) => Some(tenant),
+            What::All => None,
+        };
+        Remote::of(options, (t.namespace.clone(), t.shard.clone()))?.clear(tenant)?;
         // A server may have fetched chunks again before they were deleted in the remote store.
-        match purge(&args.directory, &t.namespace, &t.shard, what) {
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
-            again => done.freed_bytes += again?.freed_bytes,
-        }
+        done.freed_bytes += here()?.freed_bytes;
     }
     for lane in &done.unreadable {
         eprintln!("forebay: {}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard);
@@ -159,17 +171,9 @@ fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Con
     Ok(done.unreadable.is_empty())
 }
 
-fn remove_remotely(url: &str, t: &Target, what: What) -> Result<()> {
-    let Some(options) = RemoteOptions::of_settings(&crate::remote::settings(url)?) else { return Ok(()) };
-    let tenant = match what {
-        What::Tenant(tenant) => Some(tenant),
-        What::All => None,
-    };
-    Remote::of(&options, (t.namespace.clone(), t.shard.clone()))?.clear(tenant)
-}
-
-/// The shards that hold something to be removed. Lanes that cannot be read belong to them as well.
-fn targets(args: &PurgeArgs, what: What) -> Result<Vec<Target>> {
+/// The shards that hold something to be removed, here or in the remote store. Lanes that cannot be
+/// read belong to them as well.
+fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> Result<Vec<Target>> {
     let (found, _) = shards(&args.directory)?;
     let model_of = |files: &LaneDir| {
         let same = |f: &LaneDir| (&f.namespace, &f.shard) == (&files.namespace, &files.shard);
@@ -206,13 +210,26 @@ fn targets(args: &PurgeArgs, what: What) -> Result<Vec<Target>> {
         }
         targets.push(target);
     }
+    if let Some(options) = remote {
+        let store = RemoteStore::open(options)?;
+        for (namespace, shard) in store.shards()? {
+            if targets.iter().any(|t| (&t.namespace, &t.shard) == (&namespace, &shard)) {
+                continue;
+            }
+            let model = store.geometry(&namespace, &shard).map_or_else(|_| "unknown".to_owned(), |g| g.model);
+            if args.namespace.as_ref().is_none_or(|wanted| *wanted == namespace || *wanted == model) {
+                targets.push(Target { namespace, shard, model, lanes: 0, in_use: 0, chunks: 0, bytes: 0 });
+            }
+        }
+    }
     if let Some(ns) = args.namespace.as_ref().filter(|_| targets.is_empty()) {
         return Err(Error::new(ErrorKind::NotFound, format!("there is no namespace {ns}"))
             .at(&args.directory)
             .advice("see `forebay ls DIR --namespaces`"));
     }
-    // A tenant's last stores may not be in the index of a server yet.
-    targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0);
+    // A tenant's last stores may not be in the index of a server yet; what it has in the remote
+    // store is not counted.
+    targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0 || remote.is_some());
     Ok(targets)
 }
 

@@ -203,7 +203,7 @@ struct Sync<'a> {
 
 impl Sync<'_> {
     /// The shards of the drives, with the chunks of prompts that they hold.
-    fn local_shards(&self, args: &SyncArgs) -> Result<Vec<Job<ChunkKey>>> {
+    fn local_shards(&self, args: &SyncArgs) -> Result<Vec<Job<(ChunkKey, u64)>>> {
         let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
         let mut geometries = HashMap::new();
         for drive in &self.settings.drives {
@@ -233,14 +233,9 @@ impl Sync<'_> {
             }
             let mut slots: Vec<_> = slots.into_iter().map(|(key, (depth, bytes))| (depth, key.0, key, bytes)).collect();
             slots.sort_unstable_by_key(|(depth, key, ..)| (*depth, *key));
-            let chunks = slots.len() as u64;
-            let mut moved = 0;
-            let mut fits = |bytes: u64| {
-                moved += bytes;
-                moved <= args.limit.unwrap_or(u64::MAX)
-            };
-            let items = slots.into_iter().take_while(|(.., bytes)| fits(*bytes)).map(|(_, _, key, _)| key).collect();
-            jobs.push(Job { namespace, shard, geometry, chunks, items, limit: u64::MAX });
+            let (chunks, limit) = (slots.len() as u64, args.limit.unwrap_or(u64::MAX));
+            let items = slots.into_iter().map(|(_, _, key, bytes)| (key, bytes)).collect();
+            jobs.push(Job { namespace, shard, geometry, chunks, items, limit });
         }
         Ok(jobs)
     }
@@ -261,14 +256,31 @@ impl Sync<'_> {
         Ok(jobs)
     }
 
-    fn up(&self, job: &Job<ChunkKey>) -> Result<ShardReport> {
+    fn up(&self, job: &Job<(ChunkKey, u64)>) -> Result<ShardReport> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "upload", job);
         let mut waiting = job.items.iter().peekable();
+        // Which of those on their way the store has already is not known yet: until then each
+        // counts, as the longest of all.
+        let (longest, mut submitted) = (job.items.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0), 0);
         while !stop::asked() {
-            while waiting.next_if(|key| remote.upload(&log, **key)).is_some() {}
-            if remote.wait_uploaded(Instant::now() + TICK) && waiting.peek().is_none() {
+            let stats = remote.stats();
+            let reached = stats.uploaded + stats.present + stats.not_uploaded.iter().map(|(_, n)| *n).sum::<u64>();
+            let fits = |submitted: u64, bytes: u64| {
+                let on_their_way = submitted.saturating_sub(reached).saturating_mul(longest);
+                stats.uploaded_bytes.saturating_add(on_their_way).saturating_add(bytes) <= job.limit
+            };
+            let mut is_full = false;
+            while let Some(&&(key, bytes)) = waiting.peek() {
+                is_full = !fits(submitted, bytes);
+                if is_full || !remote.upload(&log, key) {
+                    break;
+                }
+                (submitted, _) = (submitted + 1, waiting.next());
+            }
+            let is_over = submitted <= reached && is_full || waiting.peek().is_none();
+            if remote.wait_uploaded(Instant::now() + TICK) && is_over {
                 break;
             }
             let stats = remote.stats();

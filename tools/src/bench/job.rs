@@ -171,6 +171,13 @@ impl Job {
         if self.time_based && self.runtime.is_none() {
             return bad("time_based needs a runtime".to_owned());
         }
+        if self.runtime.is_some() && !self.rw.is_raw() && !matches!(self.rw, Rw::Load | Rw::Store) {
+            return Err(invalid(
+                &self.name,
+                format!("rw={} does its work once, whatever time that takes", self.rw.word()),
+            )
+            .advice("leave runtime and time_based out; --tokens, --chunks or --entries say how much work that is"));
+        }
         if self.kv.block_size == 0 {
             return bad("block-size must be at least one token".to_owned());
         }

@@ -93,12 +93,21 @@ impl<'a> Filler<'a> {
 
     fn start(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
         let spec = PutSpec::chunk(key, parent, CHUNK_TOKENS, depth);
-        if let PutOutcome::Started(put) = self.log.begin_put_within(spec, Duration::from_secs(10))? {
-            let sender = self.sender.clone();
-            self.in_flight += 1;
-            let crcs = vec![0; put.layout().extents.len()];
-            put.commit(&crcs, Box::new(move |result| drop(sender.send(((key, parent, depth), result)))));
-        }
+        let put = match self.log.begin_put_within(spec, Duration::from_secs(10))? {
+            PutOutcome::Started(put) => put,
+            PutOutcome::AlreadyThere => return Ok(()),
+            PutOutcome::NoRoom(_) => {
+                return Err(Error::new(ErrorKind::NoSpace, "the cache has no room for the next chunk")
+                    .advice("give more --capacity, or fewer --chunks or --entries"));
+            }
+            PutOutcome::NotAdmitted(..) => {
+                return Err(Error::new(ErrorKind::Internal, "a cache that admits everything has refused a chunk"));
+            }
+        };
+        let sender = self.sender.clone();
+        self.in_flight += 1;
+        let crcs = vec![0; put.layout().extents.len()];
+        put.commit(&crcs, Box::new(move |result| drop(sender.send(((key, parent, depth), result)))));
         Ok(())
     }
 

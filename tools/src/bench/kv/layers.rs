@@ -76,6 +76,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     // The first load pays for staging that nobody has touched yet.
     let warm_up = LoadRequest::new(&session.prompt(0), &kv.paged, kv.slots.to_vec());
     let _ = session.engine.load(warm_up)?.wait();
+    let warm_up_hits = session.memory_hits(job)?;
     let layers = kv.paged.layout().num_layers();
     let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
     let (mut hits, mut misses, mut corrupt, mut wrong) = (0u64, 0u64, 0u64, 0u64);
@@ -122,7 +123,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     let figures = ForebayFigures {
         path: session.path()?,
         hits: Some(hits),
-        memory_hits: session.memory_hits(job)?,
+        memory_hits: session.memory_hits(job)?.zip(warm_up_hits).map(|(all, before)| all - before),
         misses: Some(misses),
         corrupt: Some(corrupt),
         wrong_bytes: job.kv.verify.then_some(wrong),

@@ -166,7 +166,7 @@ fn load_share(
 ) -> Result<()> {
     let mut busy = Duration::ZERO;
     let prompts: Vec<_> = share(session, job, index).into_iter().map(|n| (n, session.prompt(n))).collect();
-    loop {
+    for pass in 0.. {
         for (round, (n, prompt)) in prompts.iter().enumerate() {
             // The first is loaded whatever the time, so that there is a figure.
             if round > 0 && is_over(job, start) {
@@ -195,14 +195,15 @@ fn load_share(
             t.wrong += wrong;
             t.load_ms.push(ms(took));
             t.busy = t.busy.max(busy);
-            if round == 0 {
+            if (pass, round) == (0, 0) {
                 t.firsts.push(took);
             }
         }
         if !job.time_based || is_over(job, start) {
-            return Ok(());
+            break;
         }
     }
+    Ok(())
 }
 
 /// A bar over the payload of a job, without an end where its time decides.

@@ -82,13 +82,14 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
     let file = DirectFile::open(path, FileOptions::create())?;
     reserve(&file, size)?;
     let bar = progress::bar(context, format!("laying out {}", path.display()), size, Unit::Bytes);
-    let filled = fill(&file, size, job.randseed, &bar);
+    let mut written = 0;
+    let filled = fill(&file, size, (job.randseed, &mut written), &bar);
     bar.finish_and_clear();
     if filled.is_err() {
         // What was not written yet is reserved: the next run must not take it for laid out.
         let undone = match before {
             None => std::fs::remove_file(path).map_err(|e| Error::io("cannot remove the file", e).at(path)),
-            Some(length) => file.set_len(length),
+            Some(_) => file.set_len(written),
         };
         return filled.and(undone);
     }
@@ -103,22 +104,22 @@ fn reserve(file: &DirectFile, size: u64) -> Result<()> {
 }
 
 /// Fills with random data, of which no two pages are alike: every page starts with its own number.
-fn fill(file: &DirectFile, size: u64, seed: u64, bar: &ProgressBar) -> Result<()> {
+/// `offset` is how far that has come.
+fn fill(file: &DirectFile, size: u64, (seed, offset): (u64, &mut u64), bar: &ProgressBar) -> Result<()> {
     let mut buffer = AlignedBuf::zeroed(STEP_BYTES)?;
     fill_random(&mut buffer, seed);
     let padded = size.next_multiple_of(IO_ALIGN as u64);
-    let mut offset = 0;
-    while offset < padded {
+    while *offset < padded {
         stop::check()?;
-        let step = (padded - offset).min(STEP_BYTES as u64);
+        let step = (padded - *offset).min(STEP_BYTES as u64);
         for (i, page) in buffer.chunks_mut(IO_ALIGN).enumerate() {
-            let number = offset / IO_ALIGN as u64 + i as u64;
+            let number = *offset / IO_ALIGN as u64 + i as u64;
             if let Some(head) = page.first_chunk_mut() {
                 *head = number.to_le_bytes();
             }
         }
-        file.write_at(buffer.get(..step as usize).unwrap_or_default(), offset)?;
-        offset += step;
+        file.write_at(buffer.get(..step as usize).unwrap_or_default(), *offset)?;
+        *offset += step;
         bar.inc(step);
     }
     if padded != size {
