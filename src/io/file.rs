@@ -487,10 +487,9 @@ pub(super) fn symlink_error() -> Error {
 /// where it cannot do it.
 fn dio_alignment(file: &File) -> Option<Alignment> {
     let st = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
-    StatxFlags::from_bits_retain(st.stx_mask).contains(StatxFlags::DIOALIGN).then(|| Alignment {
-        memory: st.stx_dio_mem_align.max(1) as usize,
-        offset: st.stx_dio_offset_align as usize,
-    })
+    StatxFlags::from_bits_retain(st.stx_mask)
+        .contains(StatxFlags::DIOALIGN)
+        .then(|| Alignment { memory: st.stx_dio_mem_align.max(1) as usize, offset: st.stx_dio_offset_align as usize })
 }
 
 #[cfg(test)]
