@@ -29,7 +29,7 @@ pub struct Part {
     pub plan: Arc<ChunkPlan>,
 }
 
-/// Told that a job is among the accelerator's work.
+/// Called when a job has been submitted to the accelerator.
 pub type Launched = Box<dyn FnOnce(Fence) + Send>;
 
 /// From staging into paged KV.
@@ -40,7 +40,7 @@ pub struct ScatterJob {
     pub staging: Buf,
     /// What to move.
     pub parts: Vec<Part>,
-    /// Staging is set to zero first, whatever it held: the slots get zeros.
+    /// Staging, which must not be shared, is set to zero first, so that the slots get zeros.
     pub zeros: bool,
     /// Entered before the first byte is written and left before `done`; a closed gate skips the
     /// job.
