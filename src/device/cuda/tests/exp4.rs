@@ -51,7 +51,7 @@ impl Extents {
         let (blob, mut fits) = (words_of(&blob, blob.len()), vec![7; self.shapes.len()]);
         let args = (blob.as_ptr() as u64, count, tiles, fits.as_mut_ptr() as u64);
         for name in kernels {
-            // SAFETY: the descriptors name memory of this value, of the lengths that the shapes say.
+            // SAFETY: the descriptors name memory of this value, of the shapes' lengths.
             unsafe { standin_kernels::launch(name, ctas, args) }.unwrap();
         }
         fits
