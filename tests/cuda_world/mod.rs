@@ -119,7 +119,7 @@ pub fn borrow(ordinal: u32, memory: &Memory) -> Arc<CudaMemory> {
     unsafe { CudaMemory::from_raw(ordinal, memory.address(), memory.len(), None) }.unwrap()
 }
 
-/// Yields until it is so: for what other threads do without telling anybody.
+/// Yields until a condition holds, for events of which no thread notifies the test.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -128,12 +128,12 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// What else a job has.
+/// The other fields of a job.
 #[derive(Default)]
 pub struct With {
     pub gate: Arc<Gate>,
     pub after: Vec<Fence>,
-    /// Of a scatter: of zeros, whatever staging holds.
+    /// A scatter writes zeros, whatever staging holds.
     pub zeros: bool,
 }
 
