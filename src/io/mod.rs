@@ -288,6 +288,7 @@ fn closed() -> Error {
 
 fn broken(errno: i32) -> Error {
     Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno))
+        .advice("see the kernel log, and open the cache again")
 }
 
 fn left_over(left: usize, name: &str) -> Error {

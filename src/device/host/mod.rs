@@ -245,16 +245,16 @@ fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<C
         job.staging.as_mut_slice().fill(0);
     }
     let (CopyOutcome { crcs, skipped, skipped_blocks, .. }, error) = guarded(|| run(&job));
-    let ScatterJob { kv, staging, parts, gate, done, .. } = job;
+    let ScatterJob { kv, staging, parts, gate, after, launched, done, .. } = job;
     // When `done` is called, the job must hold nothing of the caller's any more.
-    drop((kv, parts, gate));
+    drop((kv, parts, gate, after, launched));
     call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
 }
 
 fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<CopyOutcome>) {
     let (CopyOutcome { crcs, skipped, misfit, skipped_blocks }, error) = guarded(|| run(&mut job));
-    let GatherJob { kv, staging, parts, gate, done, .. } = job;
-    drop((kv, parts, gate));
+    let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
+    drop((kv, parts, gate, after, launched));
     call(|| done(Gathered { staging, crcs, skipped, misfit, skipped_blocks, error }));
 }
 
