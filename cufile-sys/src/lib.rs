@@ -188,7 +188,7 @@ impl std::error::Error for VersionError {}
 /// No libcufile could be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenError {
-    /// What was tried, in order, and the loader's words on it.
+    /// Names and paths that were tried, in order, each with the loader's error.
     pub tried: Vec<(PathBuf, String)>,
 }
 

@@ -55,7 +55,7 @@ pub struct ScatterJob {
     pub done: Box<dyn FnOnce(Scattered) + Send>,
 }
 
-/// What became of a [`ScatterJob`].
+/// The result of a [`ScatterJob`].
 pub struct Scattered {
     /// The staging buffer.
     pub staging: Buf,
@@ -91,7 +91,7 @@ pub struct GatherJob {
     pub done: Box<dyn FnOnce(Gathered) + Send>,
 }
 
-/// What became of a [`GatherJob`].
+/// The result of a [`GatherJob`].
 pub struct Gathered {
     /// The staging buffer.
     pub staging: Buf,

@@ -390,7 +390,7 @@ impl Rows<'_> {
     }
 
     /// # Safety
-    /// As of [`Self::turn_elements`], on a processor with these.
+    /// As [`Self::turn_elements`], on a processor with these.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn turn_with_avx512<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
@@ -399,7 +399,7 @@ impl Rows<'_> {
     }
 
     /// # Safety
-    /// As of [`Self::turn_elements`], on a processor with AVX2.
+    /// As [`Self::turn_elements`], on a processor with AVX2.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
     unsafe fn turn_with_avx2<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
@@ -463,7 +463,7 @@ impl Rows<'_> {
 }
 
 /// # Safety
-/// So many elements of type `E` must be readable from `base` on.
+/// As many elements of type `E` as `to` has must be readable from `base` on.
 #[inline(always)]
 unsafe fn read_elements<E: Element>(base: *const u8, to: &mut [f32]) {
     // SAFETY: the caller's promise; bytes have no alignment.

@@ -59,7 +59,7 @@ impl From<i32> for Failed {
     }
 }
 
-/// What became of a block: bytes moved, or why not.
+/// How a block ended: bytes moved, or why not.
 pub(super) type Moved = std::result::Result<usize, Failed>;
 
 struct IoJob {
@@ -309,8 +309,8 @@ impl Jobs {
         Some((job.deadline, job.deadline.saturating_duration_since(job.submitted)))
     }
 
-    /// Whether nobody waits for what is still outstanding of a job: it failed, or its caller was
-    /// told.
+    /// Whether nobody waits for the outstanding blocks of a job: it failed, or its caller has its
+    /// completion.
     pub(super) fn is_dying(&self, job: usize) -> bool {
         self.slots.get(job).and_then(Option::as_ref).is_none_or(|j| j.failed.is_some() || j.caller.is_none())
     }

@@ -1,8 +1,8 @@
 //! What the queues need of an accelerator: copies between its memory and the host's, where cuFile
 //! does not move the bytes directly.
 //!
-//! This room knows no accelerator. The device room implements [`Mover`], and whoever opens a drive
-//! passes it in [`DeviceSide`].
+//! This room knows no accelerator. The device room implements [`Mover`]; the rooms that open a
+//! drive pass it in [`DeviceSide`].
 #![expect(unsafe_code, reason = "copies name memory by its address only")]
 
 use std::any::Any;
@@ -48,7 +48,7 @@ pub trait Mover: Send + Sync + 'static {
     ///
     /// # Safety
     /// Until `done` is called, `len` bytes at `host` must be readable and `len` bytes at `device`
-    /// writable by the accelerator, and nobody else may write the former or use the latter.
+    /// writable by the accelerator; nobody else may write those at `host` or use those at `device`.
     unsafe fn to_device(&self, copying: Copying);
 
     /// Copies from the accelerator's memory into the host's.

@@ -32,7 +32,7 @@ enum Done {
     Gather(Box<dyn FnOnce(Gathered) + Send>),
 }
 
-/// What became of a job.
+/// How a job ended.
 #[derive(Default)]
 pub(super) struct JobOutcome {
     pub(super) crcs: Vec<u32>,
@@ -157,12 +157,12 @@ impl JobSizes {
     }
 }
 
-/// The point that a fence stands for, where it is a GPU's.
+/// The point of a fence, where it is a GPU's.
 pub(super) fn point(fence: &Fence) -> Option<&CudaPoint> {
     fence.point().downcast_ref()
 }
 
-/// Whether two fences stand for one point.
+/// Whether two fences are of one point.
 pub(super) fn same(a: &Fence, b: &Fence) -> bool {
     std::ptr::addr_eq(a.point(), b.point())
 }

@@ -180,7 +180,7 @@ impl CudaMemory {
         Ok(Arc::new(Self { ordinal, address, len, owner: MemoryOwner::Foreign { _keeps: owner } }))
     }
 
-    /// Memory of our own; the context must be current.
+    /// Memory that is allocated here; the context must be current.
     pub(super) fn alloc(tools: &Arc<Tools>, len: usize) -> Result<Arc<Self>> {
         let alloc = DeviceAlloc::new(&tools.context, len.max(1))?;
         let (ordinal, address) = (tools.context.ordinal(), alloc.address());

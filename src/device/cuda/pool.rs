@@ -11,8 +11,8 @@ use crate::io::MemorySpace;
 
 /// Fewest slots of a pool: one is filled while the other is emptied.
 const FEWEST_SLOTS: usize = 2;
-/// A pool takes at most one part in so many of the free memory, and of the window through which
-/// drives reach the GPU's memory.
+/// A pool takes at most the free memory divided by this, and at most the window through which
+/// drives reach the GPU's memory divided by this.
 const SHARE: u64 = 2;
 
 /// A pool of at most `options.bytes`, halved down to two slots while the GPU has too little memory.

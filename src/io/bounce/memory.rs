@@ -93,8 +93,8 @@ impl PinnedSlot {
 }
 
 // SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as
-// long as it lives, and the slot keeps it. Whoever made the region answers for its bytes being
-// initialised.
+// long as it lives, and the slot keeps it. That its bytes are initialised is the promise of the
+// mover that made it.
 unsafe impl IoBuf for PinnedSlot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.memory.region.as_mut_ptr().wrapping_add(self.run.offset())
