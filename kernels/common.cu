@@ -1,5 +1,5 @@
-// What all kernels share. No #include anywhere: the files are compiled, one after another as one unit, by NVRTC and by a plain
-// C++ compiler with a shim (kernels/README.md).
+// Definitions for all kernels. No file includes another: NVRTC, and a plain C++ compiler with a
+// shim, compile them one after another as one unit (kernels/README.md).
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -9,7 +9,7 @@ typedef long long i64;
 // Threads of a CTA; every launch must have exactly these.
 #define FOREBAY_THREADS 256u
 
-// Entry of a slot table for a token that is left alone.
+// Entry of a slot table for a token that has no slot.
 #define FOREBAY_SKIP (-1ll)
 
 // n / d for n below 2^31, with `mul` and `shift` made by the host for d.

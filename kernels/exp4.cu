@@ -1,7 +1,9 @@
-// The codec exp4 (docs/format.md, "Coded extents"), between an extent as it lies on the drive and its values one after another.
+// The codec exp4 (docs/format.md, "Coded extents"): between a coded extent in staging and its
+// values one after another in scratch memory.
 //
-// Values are moved to and from paged KV by the kernels of reshape.cu, and coded bytes get their CRC there: so nothing here knows
-// of layouts. Results are those of src/device/host/exp4, byte for byte, where the coded bytes have been written by an encoder.
+// The kernels of reshape.cu move values to and from paged KV and take the CRC of coded bytes, so
+// nothing here knows layouts. Encoding gives the bytes that src/device/host/exp4 gives. Decoding
+// gives its values for bytes that an encoder wrote; for damaged bytes some values may differ.
 
 #define EXP4_BLOCK_VALUES 128u
 #define EXP4_BLOCK_CODES 64u
@@ -15,8 +17,9 @@
 // Values that a thread takes at once, 16 bytes of them.
 #define EXP4_GROUP 8u
 #define EXP4_GROUPS (EXP4_SEGMENT_VALUES / EXP4_GROUP)
-// One value in so many is looked at for a likely dictionary; with more escapes than these a segment gets the best one.
+// A likely dictionary is made from one value in so many.
 #define EXP4_SAMPLE_STEP 13u
+// A segment with more escapes than this is coded again with the best dictionary.
 #define EXP4_MOST_LIKELY_ESCAPES 32u
 #define EXP4_NO_CODE 255u
 
@@ -48,7 +51,7 @@ __device__ __forceinline__ u64 exp4_list(const Coded& extent) {
     return exp4_tail(extent) + (u64)exp4_segments(extent) * EXP4_SEGMENT_TAIL;
 }
 
-// Escapes that there is room for.
+// Escapes for which there is room.
 __device__ __forceinline__ u32 exp4_room(const Coded& extent) {
     return (u32)(extent.coded + extent.bytes - exp4_list(extent)) / EXP4_ESCAPE_BYTES;
 }
@@ -66,7 +69,8 @@ __device__ __forceinline__ u32 exp4_escapes_to(const Coded& extent, u32 segment)
     return count < room ? count : room;
 }
 
-// Coded extents to their values; a tile is a segment. Any bytes give values, and none is written outside.
+// Coded extents to their values; a tile is a segment. Any bytes give values, and nothing is written
+// outside their memory.
 extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_decode_exp4(const Coded* extents, u32 count, u32 num_tiles, u32*) {
     __shared__ u32 exponents[EXP4_ENTRIES];
@@ -106,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     }
 }
 
-// What a CTA shares that codes a segment.
+// The shared memory of a CTA that codes a segment.
 struct Exp4Shared {
-    u32 counts[256];   // how often each exponent was seen; then a number of each thread's
-    u32 sums[16];      // of sixteen of these
+    u32 counts[256];   // how often each exponent was seen; later a number from each thread
+    u32 sums[16];      // each of sixteen threads' numbers
     u32 seen, chosen;  // entries of the lists below
     u8 list[256];      // exponents that were seen, in any order
     u8 picked[EXP4_ENTRIES];  // those that have codes, in any order
@@ -118,12 +122,14 @@ struct Exp4Shared {
     u8 escapes[EXP4_GROUPS];  // of each group of values
 };
 
-// The number of escapes of each segment, between the two kernels that encode: behind the values.
+// The number of escapes of each segment, from the first encoding kernel to the second: behind the
+// values.
 __device__ __forceinline__ u32* exp4_counts(const Coded& extent) {
     return (u32*)(extent.raw + 2 * (u64)exp4_blocks(extent) * EXP4_BLOCK_VALUES);
 }
 
-// The sum of a number of each thread's, and of those of the threads before this one. All threads must come here.
+// The sum of all threads' numbers; `before` is that of the threads before this one. All threads
+// must call it.
 __device__ __forceinline__ u32 exp4_sum(Exp4Shared& shared, u32 number, u32& before) {
     shared.counts[threadIdx.x] = number;
     __syncthreads();
@@ -140,7 +146,7 @@ __device__ __forceinline__ u32 exp4_sum(Exp4Shared& shared, u32 number, u32& bef
         all += shared.sums[i];
     }
     for (u32 i = threadIdx.x / 16 * 16; i < threadIdx.x; ++i) before += shared.counts[i];
-    // Everybody has added up before the next numbers come.
+    // No thread writes new numbers before all have added these up.
     __syncthreads();
     return all;
 }
@@ -158,7 +164,8 @@ __device__ __forceinline__ uint4 exp4_load(const Coded& extent, u32 from) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Counts the exponents of every `step`th value of a segment, from its value `from` in the extent on.
+// Counts the exponents of every `step`th value of a segment, which begins at value `from` of the
+// extent.
 __device__ __forceinline__ void exp4_count(Exp4Shared& shared, const Coded& extent, u32 from, u32 values, u32 step) {
     shared.counts[threadIdx.x] = 0;
     __syncthreads();
@@ -169,8 +176,9 @@ __device__ __forceinline__ void exp4_count(Exp4Shared& shared, const Coded& exte
     __syncthreads();
 }
 
-// Gives codes to the sixteen exponents that were seen most often; of those that were not seen, to the ones below the highest
-// first. A thread decides on one exponent.
+// Gives codes to the sixteen exponents that were seen most often. If fewer were seen, the next are
+// those below the highest that was seen, downwards, and then those above it. Each thread decides
+// about one exponent.
 __device__ __forceinline__ void exp4_choose(Exp4Shared& shared) {
     const u32 exponent = threadIdx.x, mine = shared.counts[exponent];
     if (threadIdx.x == 0) shared.seen = shared.chosen = 0;
@@ -186,7 +194,8 @@ __device__ __forceinline__ void exp4_choose(Exp4Shared& shared) {
         above += other > exponent;
         ahead += count > mine || (count == mine && other < exponent);
     }
-    // Ahead of one that was not seen: all that were, and of the others those between it and the highest, or those below it.
+    // Ahead of an exponent that was not seen: all that were seen, and of the others those between
+    // it and the highest; where it is above the highest, those below it.
     if (mine == 0) ahead = seen + (exponent < highest ? highest - exponent - above : exponent - seen);
     const bool chosen = ahead < EXP4_ENTRIES;
     if (chosen) shared.picked[atomicAdd(&shared.chosen, 1u)] = (u8)exponent;
@@ -199,7 +208,8 @@ __device__ __forceinline__ void exp4_choose(Exp4Shared& shared) {
     __syncthreads();
 }
 
-// Codes of eight values in the low bits of eight bytes, their signs and mantissas, and how many of them are escapes.
+// Codes of eight values in the low bits of eight bytes, and their signs and mantissas. Returns how
+// many of them are escapes.
 __device__ __forceinline__ u32 exp4_group(const Exp4Shared& shared, const Coded& extent, u32 from, u64& codes, u64& bytes) {
     const uint4 group = exp4_load(extent, from);
     const u32 words[4] = {group.x, group.y, group.z, group.w};
@@ -216,10 +226,10 @@ __device__ __forceinline__ u32 exp4_group(const Exp4Shared& shared, const Coded&
     return escapes;
 }
 
-// Writes the blocks of a segment; the number of its escapes.
+// Writes the blocks of a segment. Returns the number of its escapes.
 __device__ __forceinline__ u32 exp4_write_blocks(Exp4Shared& shared, const Coded& extent, u32 segment) {
     const u32 blocks = exp4_blocks_of(extent, segment), first = segment * EXP4_SEGMENT_BLOCKS;
-    // A thread has eight values and those that lie 64 further, whose codes share bytes.
+    // A thread has eight values and the eight that follow 64 later: their codes share bytes.
     u32 escapes = 0;
     for (u32 i = threadIdx.x; i < blocks * 8; i += FOREBAY_THREADS) {
         const u32 block = i / 8, at = i % 8 * EXP4_GROUP, value = (first + block) * EXP4_BLOCK_VALUES + at;
@@ -235,7 +245,8 @@ __device__ __forceinline__ u32 exp4_write_blocks(Exp4Shared& shared, const Coded
     return exp4_sum(shared, escapes, before);
 }
 
-// Values to blocks, and of each segment its dictionary and how many escapes it has; a tile is a segment.
+// Writes the blocks and dictionary of each segment, and the number of its escapes; a tile is a
+// segment.
 extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_encode_exp4(const Coded* extents, u32 count, u32 num_tiles, u32*) {
     __shared__ Exp4Shared shared;
@@ -254,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
         u8* entry = (u8*)(exp4_tail(extent) + (u64)segment * EXP4_SEGMENT_TAIL);
         if (threadIdx.x < EXP4_ENTRIES) entry[threadIdx.x] = shared.dictionary[threadIdx.x];
         if (threadIdx.x == 0) exp4_counts(extent)[segment] = escapes;
-        // Nobody counts for the next segment before everybody has taken the dictionary.
+        // No thread begins the next segment before all have read the dictionary.
         __syncthreads();
     }
 }
@@ -266,7 +277,7 @@ __device__ __forceinline__ void exp4_list_escapes(Exp4Shared& shared, const Code
     __syncthreads();
     if (threadIdx.x < EXP4_ENTRIES) shared.codes[entry[threadIdx.x]] = (u8)threadIdx.x;
     __syncthreads();
-    // Neighbouring threads count neighbouring groups; a thread lists eight groups in a row.
+    // Neighbouring threads count neighbouring groups. Then each thread lists eight groups in a row.
     const u32 from = segment * EXP4_SEGMENT_VALUES, groups = exp4_blocks_of(extent, segment) * (EXP4_BLOCK_VALUES / EXP4_GROUP);
     for (u32 i = threadIdx.x; i < EXP4_GROUPS; i += FOREBAY_THREADS) {
         u64 codes, bytes;
@@ -290,9 +301,9 @@ __device__ __forceinline__ void exp4_list_escapes(Exp4Shared& shared, const Code
     }
 }
 
-// The rest of what `forebay_encode_exp4` has begun, which knows nothing of other segments: their escapes lie one after another.
-// A tile is a segment. `fits` of each extent: 0 where it has more of them than there is room for, and its coded bytes mean
-// nothing.
+// Second half of encoding: lists the escapes of each segment behind those of the segments before
+// it, whose numbers `forebay_encode_exp4` has written. A tile is a segment. `fits` is 0 for an
+// extent that has more escapes than there is room for; its coded bytes mean nothing then.
 extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_list_exp4(const Coded* extents, u32 count, u32 num_tiles, u32* fits) {
     __shared__ Exp4Shared shared;
@@ -319,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
             const u64 rest = exp4_list(extent) + (u64)to_end * EXP4_ESCAPE_BYTES, end = extent.coded + extent.bytes;
             for (u64 to = rest + threadIdx.x; is_last && to < end; to += FOREBAY_THREADS) *(u8*)to = 0;
         }
-        // Codes and counts of escapes are this segment's until everybody has listed its own.
+        // No thread changes `codes` and `escapes` before all have listed this segment.
         __syncthreads();
     }
 }

@@ -1,11 +1,13 @@
-// Scatter and gather between extents in staging and paged KV, with the CRC-32 of what passes.
+// Scatter and gather between extents in staging and paged KV, with the CRC-32 of the bytes.
 //
-// A plane's bytes in staging are cut into tiles, and a CTA takes tiles in turn. Within a tile, a thread takes the 16-byte
-// groups at 16 * (thread + 256 * step): neighbouring threads are neighbours in staging, and the paged side gets whole
-// heads at a time. Every byte is moved by exactly one thread, so nothing is atomic.
+// A plane's bytes in staging are cut into tiles, and a CTA takes tiles in turn. Within a tile, a
+// thread takes the 16-byte groups at 16 * (thread + 256 * step): neighbouring threads are
+// neighbours in staging, and the paged side gets whole heads at a time. Every byte is moved by
+// exactly one thread, so nothing is atomic.
 //
-// The CRC of a tile is raw: M(x) * x^32 mod P, with the bytes up to the next multiple of FOREBAY_STEP_BYTES as zeros. The host
-// takes those zeros away and puts tiles and planes together (src/device/cuda/crc.rs).
+// The CRC of a tile is raw: M(x) * x^32 mod P, with the bytes up to the next multiple of
+// FOREBAY_STEP_BYTES as zeros. The host takes those zeros away and puts tiles and planes together
+// (src/device/cuda/crc.rs).
 
 #define FOREBAY_GROUP_BYTES 16u
 #define FOREBAY_STEP_BYTES (FOREBAY_THREADS * FOREBAY_GROUP_BYTES)
@@ -36,10 +38,11 @@ struct Plane {
 };
 static_assert(sizeof(Plane) == 88, "mirrored in plane.rs");
 
-// Sixteen bytes of an extent; also four words of a CRC's state, one for each word of a thread's groups.
+// Sixteen bytes of an extent. Also the four words of a CRC's state, one for each word of a thread's
+// groups.
 typedef uint4 Group;
 
-// What the CRC needs of shared memory.
+// The shared memory of the CRC.
 struct CrcTables {
     u32 step[4][256];  // byte `k` of a word times x^(8 * FOREBAY_STEP_BYTES)
     u32 partial[FOREBAY_THREADS];
@@ -81,11 +84,11 @@ __device__ __forceinline__ void crc_tables(CrcTables& shared) {
     __syncthreads();
 }
 
-// x^(128 << i) mod P: what 2^i groups that follow make of a CRC.
+// x^(128 << i) mod P: the factor of a CRC for 2^i groups that follow it.
 __constant__ u32 CRC_GROUPS[8] = {0xa06a2517u, 0xed627daeu, 0x88d14467u, 0xd7bbfe6au,
                                   0xec447f11u, 0x8e7ea170u, 0x6427800eu, 0x4d47bae0u};
 
-// What a thread's groups count in a tile's CRC: x^(128 * groups of other threads that follow) * x^32.
+// The factor of a thread's state in the tile's CRC: x^(128 * threads after it) * x^32.
 __device__ __forceinline__ u32 crc_place() {
     u32 place = FOREBAY_X_32;
     const u32 following = FOREBAY_THREADS - 1 - threadIdx.x;
@@ -96,7 +99,7 @@ __device__ __forceinline__ u32 crc_place() {
     return place;
 }
 
-// One word of the state, `x^(8 * FOREBAY_STEP_BYTES)` further.
+// One word of the state times x^(8 * FOREBAY_STEP_BYTES).
 __device__ __forceinline__ u32 crc_advance(const CrcTables& shared, u32 a) {
     return shared.step[0][a & 255u] ^ shared.step[1][a >> 8 & 255u] ^ shared.step[2][a >> 16 & 255u] ^
            shared.step[3][a >> 24];
@@ -109,7 +112,7 @@ __device__ __forceinline__ void crc_take(const CrcTables& shared, Group& state, 
     state.w = crc_advance(shared, state.w) ^ group.w;
 }
 
-// The CRC of the CTA's tile, in thread 0. All threads must come here.
+// The CRC of the CTA's tile, in thread 0. All threads must call it.
 __device__ __forceinline__ u32 crc_fold(CrcTables& shared, const Group& state, u32 place) {
     const u32 words = crc_times_x32(crc_times_x32(crc_times_x32(state.x) ^ state.y) ^ state.z) ^ state.w;
     shared.partial[threadIdx.x] = crc_times(words, place);
@@ -119,7 +122,8 @@ __device__ __forceinline__ u32 crc_fold(CrcTables& shared, const Group& state, u
         for (u32 i = 0; i < 16; ++i) sum ^= shared.partial[threadIdx.x + 16 * i];
         shared.folded[threadIdx.x] = sum;
     }
-    // Nobody writes `partial` again before everybody has passed here, nor `folded` before the next barrier.
+    // No thread writes `partial` again before all have passed here, nor `folded` before the next
+    // barrier.
     __syncthreads();
     sum = 0;
     if (threadIdx.x == 0) {
@@ -140,7 +144,8 @@ __device__ __forceinline__ u64 paged_address(const Plane& plane, u32 element) {
            (u64)inside * plane.elem_bytes;
 }
 
-// A group that is moved in elements of 4 or 1 bytes. `left` is what the tile has from the group's first byte on.
+// A group that is moved in elements of 4 or 1 bytes. `left` is the number of the tile's bytes from
+// the group's first on.
 template <u32 ELEM, class Word>
 struct Pieces {
     enum : u32 { UNROLL = 1 };
@@ -185,7 +190,8 @@ struct Pieces {
     }
 };
 
-// A group that is moved at once; its address is looked up early, so that several are in flight.
+// A group that is moved as one element. Its address is found before it is moved, so that the loads
+// of several groups are in flight at once.
 struct Whole {
     // Steps whose loads are in flight together.
     enum : u32 { UNROLL = 4 };
@@ -206,7 +212,8 @@ struct Whole {
     }
 };
 
-// Moves the `bytes` bytes of a plane from its byte `start` on: one tile. Returns this thread's state of the CRC.
+// Moves one tile: the `bytes` bytes of a plane from its byte `start` on. Returns this thread's
+// state of the CRC.
 template <class Mover, bool INTO_KV, bool WITH_CRC>
 __device__ __forceinline__ Group move_tile(const Plane& plane, u32 start, u32 bytes, const CrcTables* shared) {
     Group state = make_uint4(0, 0, 0, 0);
@@ -232,7 +239,7 @@ __device__ __forceinline__ Group move_tile(const Plane& plane, u32 start, u32 by
             const i64 left = (i64)bytes - at;
             if (INTO_KV) Mover::scatter(plane, start + at, address[i], group[i], left);
             if (!INTO_KV) Mover::store(plane.staging + start + at, group[i], left);
-            // A step that begins beyond the tile counts for nothing: the same for all threads.
+            // A step beyond the tile is not in the CRC. All threads decide alike.
             if (WITH_CRC && step + i * FOREBAY_STEP_BYTES < bytes) crc_take(*shared, state, group[i]);
         }
     }
@@ -290,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     reshape<false, true>(planes, num_planes, num_tiles, tile_crcs, &shared);
 }
 
-// Descriptors, from host memory that the GPU can read to its own, in groups. The driver's copies would wait behind the large
-// ones that bring KV.
+// Copies descriptors from pinned host memory to the GPU's, in groups. A copy by the driver would
+// wait behind the large ones that bring KV.
 extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_upload(const Group* from, u32 groups, u32, u32* to) {
     for (u32 i = blockIdx.x * FOREBAY_THREADS + threadIdx.x; i < groups; i += gridDim.x * FOREBAY_THREADS) {

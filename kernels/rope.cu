@@ -1,8 +1,10 @@
-// Rotary re-rotation: keys in paged KV, rotated for one position each, are turned in place to another.
+// Rotary re-rotation: turns keys in paged KV, each rotated for its old position, in place to a new
+// one.
 //
-// The angle between two positions comes from the server's own table: with (c, s) of the old and (c', s') of the new position,
-// the turn is (c c' + s s', c s' - s c') / (c^2 + s^2), which is free of a scale that the table may carry, so keys keep theirs.
-// A thread takes pairs; every pair belongs to one thread. Arithmetic is that of src/device/rope.rs, bit for bit.
+// The angle between two positions comes from the server's own table: with (c, s) of the old and
+// (c', s') of the new position, the turn is (c c' + s s', c s' - s c') / (c^2 + s^2). A scale in
+// the table cancels, so keys keep theirs. Every pair belongs to one thread. The arithmetic is that
+// of src/device/rope.rs, bit for bit.
 
 // Pairs of a tile.
 #define FOREBAY_ROPE_TILE 4096u
@@ -47,9 +49,9 @@ __device__ __forceinline__ float f16_to_f32(u32 half) {
 __device__ __forceinline__ u32 f32_to_f16(float value) {
     const u32 bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
     if (size > 0x7f800000u) return sign | 0x7e00u | (size >> 13 & 0x3ffu);
-    // 65520, half way between the largest f16 and what would come next.
+    // From 65520 on (half way between the largest f16 and the next step) it is infinity.
     if (size >= 0x477ff000u) return sign | 0x7c00u;
-    // Below 2^-14: in units of 2^-24; up to half of one unit is zero.
+    // Below 2^-14: in units of 2^-24; up to half of a unit becomes zero.
     if (size < 0x38800000u) {
         if (size <= 0x33000000u) return sign;
         const u32 shift = 126 - (size >> 23), mantissa = (size & 0x7fffffu) | 0x800000u;

@@ -360,8 +360,8 @@ impl Geometry {
             field(name, &size.to_le_bytes());
         }
         if self.shard.pp.1 == 1 {
-            // With pipeline parallelism the stages hold different layers: the shard directory tells
-            // them apart, and each lane's superblock holds the digest of its own layers.
+            // With pipeline parallelism each stage has other layers. They have their own shard
+            // directory, and each lane's superblock has the digest of its layers.
             field("layers", &self.layers_digest());
         }
         for (name, value) in &self.identity {

@@ -18,8 +18,7 @@ const BUCKETS: usize = 22;
 /// Upper bound of the first bucket; each further one is twice as wide.
 const FIRST_NS: u64 = 16_000;
 
-/// A table of metrics: a constant for each, and all of them under one name. The rooms that have
-/// figures describe them with it.
+/// Describes the metrics of a room: a constant for each, and a list of all.
 macro_rules! metric_table {
     ($(#[$doc:meta])* $table:ident; $($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
         $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*

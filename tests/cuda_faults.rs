@@ -31,7 +31,7 @@ fn use_everything(lib: &'static Standin, server: Server) -> Result<usize, Error>
     let handle = Stream(stream.handle());
     let mut failed = 0;
     let mut jobs = Vec::new();
-    // Held until the launches wait for it, so that each of them really asks for a wait.
+    // Held until the launches wait for it, so that each of them calls cuStreamWaitEvent.
     stream.hold();
     for i in 0..4 {
         let wished = if i < LATE_LANES { world.device.fence(handle) } else { Ok(None) };
@@ -97,7 +97,7 @@ fn copies(world: &World) -> usize {
     failed
 }
 
-/// Whether a failure of the call means that what it should free stays allocated.
+/// Whether the call gives something back, which is still there after it has failed.
 fn gives_back(call: &str) -> bool {
     ["Destroy", "Free", "Unregister", "Unload", "Release"].iter().any(|w| call.contains(w))
 }
@@ -128,8 +128,7 @@ fn an_error_at_any_call_ends_every_job_once_and_leaves_nothing() {
                     assert_eq!(lib.get(key), 0, "{key} after error at call {nth} of {hit}");
                 }
             }
-            // The first calls and a late one are all there is to see; an event is recorded a dozen
-            // times.
+            // Later calls of the same function would show nothing new.
             if nth > 12 {
                 break;
             }
@@ -163,7 +162,7 @@ fn a_launch_that_failed_ends_its_job_when_the_stream_has_come_to_the_fence() {
     let with = With { after: world.fence(&stream).into_iter().collect(), ..With::default() };
     let job = world.scatter(&rig, world.staged(&c.bytes), c.parts, with);
     until("the launch", || world.lib.get("cuLaunchKernel") > launches);
-    // What was submitted before the launch, behind the fence, still uses the job's memory.
+    // Work submitted before the launch waits for the fence, and will still use the job's memory.
     world.lib.settle();
     assert!(job.done.try_recv().is_err() && world.device.jobs() == 1);
     stream.release();

@@ -30,8 +30,7 @@ fn closing_finishes_what_is_pending_and_refuses_what_comes_later() {
     let device = Arc::clone(&world.device);
     let closer = std::thread::spawn(move || device.close());
     let c = chunk(&rig, 40, 1);
-    // Jobs that come before the device is closed wait like the others; the first that ends at once
-    // came after.
+    // Jobs submitted before the device has begun to close are still accepted.
     let late = loop {
         let late = world.scatter(&rig, world.staged(&c.bytes), c.parts.clone(), With::default());
         if let Ok(done) = late.done.try_recv() {
@@ -218,8 +217,7 @@ fn copies_end_when_their_bytes_are_there_also_through_memory_that_could_not_be_p
         // SAFETY: a region of this length that only this test uses.
         unsafe { std::ptr::copy(bytes.as_ptr(), there.as_mut_ptr(), bytes.len()) };
         world.lib.hold_side_streams(true);
-        // Where the engine waits for the copy: in the copy itself if that is not from pinned
-        // memory.
+        // The call in which the engine waits: the copy itself if the memory is not pinned.
         let waiting = if refuse { "cuMemcpyHtoDAsync_v2" } else { "cuEventSynchronize" };
         let waits = world.lib.get(waiting);
         let ended = copy(&mover, true, (memory.address(), there.as_mut_ptr(), 300_000));

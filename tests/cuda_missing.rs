@@ -1,5 +1,5 @@
-//! Without a driver, with half of one, without a GPU: errors with advice, never a panic. Each in a
-//! process of its own, since a library that was once looked for stays as it was found.
+//! Without a driver, with one that lacks functions, without a GPU: errors with advice, never a
+//! panic. Each in a process of its own, since the library is looked for once in a process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::process::Command;
@@ -21,7 +21,7 @@ fn child(variables: &[(&str, &str)], words: &str) {
     assert!(output.status.success() && !text.contains("panicked"), "{words}: {text}");
 }
 
-/// Nothing by itself: what the others start.
+/// Does nothing by itself: the other tests start it in a process of its own.
 #[test]
 fn the_process_of_the_other_tests() {
     let Ok(words) = std::env::var(WANTED) else { return };
@@ -38,7 +38,7 @@ fn the_process_of_the_other_tests() {
 
 #[test]
 fn without_a_driver() {
-    // On a machine with one, it is found: there the other cases stand for this one.
+    // Skipped on a machine with a driver, which would be found.
     if ["/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu"]
         .iter()
         .all(|d| !std::path::Path::new(d).join("libcuda.so.1").exists())

@@ -1,5 +1,4 @@
-//! Who waits for whom: the caller's stream, our lanes, gates and events, with streams that are held
-//! at will.
+//! The order of work: the caller's stream, lanes, gates and events, with streams that tests hold.
 
 use std::sync::Arc;
 
@@ -130,7 +129,7 @@ fn a_launch_takes_no_job_along_that_waits_for_something_else() {
             world.fence(stream)
         })
         .collect();
-    // The three lanes for late callers are taken, and the lane for all others is full.
+    // Three jobs whose fences have not passed take a lane each, and lane 0 is full.
     let launched = |number: usize, with: With| {
         let job = job(number, with);
         drop(job.fence());
@@ -191,8 +190,8 @@ fn loads_of_one_stream_never_wait_in_a_circle() {
     let mut jobs = Vec::new();
     let mut fences = Vec::new();
     for &(i, seed) in &all {
-        // Every second job belongs to the first load; each other one is a load of its own, further
-        // down the same stream.
+        // Every second job is one of the first load. Each of the others is a load of its own, later
+        // in the same stream.
         compute.fill(&scratch, i as u8);
         fences.push(world.fence(&compute));
         let fence = if i % 2 == 0 { fences[0].clone() } else { fences[i].clone() };

@@ -1,5 +1,5 @@
-//! An accelerator's memory by way of pinned host memory, on both host backends: bytes, order,
-//! bounds, time-outs, ends.
+//! Queues that move an accelerator's bytes through pinned host memory, on both host backends:
+//! bytes, order, bounds, time-outs, ends.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod io_world;

@@ -22,7 +22,7 @@ use io_world::{
 use standin_cufile::{Fault, LIBRARY, Op as Call, Standin};
 
 const MIB: usize = 1 << 20;
-/// Pinned memory of a MiB is lent out in eighths.
+/// Pieces in which a MiB goes through a MiB of pinned memory.
 const PIECES_OF_A_MIB: u64 = 8;
 
 #[test]
@@ -30,7 +30,7 @@ fn trial_program() {
     child::trial_program();
 }
 
-/// A child in which the stand-in says that bytes go `way`.
+/// A child in which the stand-in counts all bytes as going by `way`.
 fn child(test: &'static str, way: &str) -> Child {
     Child::new(test, LIBRARY).env(standin_cufile::VARIABLE, format!("way={way}"))
 }
@@ -177,8 +177,7 @@ fn wrong_counts_are_never_trusted() {
         let got = read_ok(&w.drive, &w.file, 0, device(MIB));
         assert!(peek(&got) == pattern(MIB, 10));
         assert_eq!(w.copies(), 2 * PIECES_OF_A_MIB);
-        // Where the file ends, the other way finds it too: the caller's error, and no fault of the
-        // path.
+        // The other path meets the file's end too: the caller's error, and no fault of cuFile.
         for _ in 0..5 {
             let c = wait(&*w.drive.read, w.read(MIB as u64 - 4096, 8192));
             assert_eq!((c.result.unwrap_err().kind(), c.buf.is_some()), (ErrorKind::ShortIo, true));
@@ -193,7 +192,7 @@ fn an_error_of_the_drive_is_the_callers() {
         let w = World::open();
         write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
         for _ in 0..5 {
-            // EIO may be the path's: the other way looks, and what it finds is told.
+            // EIO may come from cuFile alone, so the other path is tried and its result counts.
             w.standin.fault(Call::Read, 0, 1, Fault::Errno(libc::EIO));
             let c = wait(&*w.drive.read, w.read(0, 2 * IO_ALIGN));
             assert_eq!((c.result.unwrap_err().kind(), c.buf.is_some()), (ErrorKind::ShortIo, true));
@@ -425,7 +424,8 @@ fn files_that_cufile_does_not_take_are_no_fault_of_the_path() {
             let file = direct_file(&w.dir, &error.to_string());
             (0..5).for_each(|_| drop(write_ok(&w.drive, &file, 0, filled(IO_ALIGN, 1))));
         }
-        // A descriptor that somebody else has registered gets a second one.
+        // Where cuFile knows the descriptor's number already, the file is registered by another
+        // one.
         w.standin.fault(Call::HandleRegister, 0, 1, Fault::Return(5028));
         let (file, copies) = (direct_file(&w.dir, "taken"), w.copies());
         write_ok(&w.drive, &file, 0, filled(IO_ALIGN, 1));

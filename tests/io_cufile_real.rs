@@ -133,7 +133,8 @@ fn files_without_a_name_are_served_all_the_same() {
                 write_ok(&drive, &file, 0, filled(IO_ALIGN, i));
                 assert!(peek(&read_ok(&drive, &file, 0, device(IO_ALIGN))) == pattern(IO_ALIGN, i));
             }
-            // One that never had a name is taken by its second descriptor; one that lost it is not.
+            // cuFile takes a file that never had a name, by its second descriptor, but not one that
+            // lost its name.
             let copied = mover.control.copies.load(Ordering::SeqCst) - copies;
             assert!(copied == 10 || file.path().ends_with("unnamed"), "{file:?}: {copied}");
         }

@@ -1,5 +1,5 @@
-//! Which path an accelerator's memory gets, and what is said where it is not the best one: one test
-//! per cause, by the text.
+//! Which path an accelerator's memory gets, and the reason that is given where it is not the best
+//! one: a test for each cause, by its text.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod io_world;
@@ -27,12 +27,12 @@ fn open_in(dir: Option<&Path>, cufile: CufileChoice) -> Result<Drive> {
     open_drive(&IoOptions { trial_dir: dir.map(Into::into), ..options(EngineChoice::Auto, side) })
 }
 
-/// Opens a drive with `auto` and gives the path of the accelerator's bytes and what is said of
-/// another one.
+/// Opens a drive with `auto`; gives the path of the accelerator's bytes, and the reason why it is
+/// not the path `of`.
 fn found(of: IoPath) -> (IoPath, String) {
     let dir = on_drive();
     let drive = open_in(Some(dir.path()), CufileChoice::Auto).unwrap();
-    // Whatever the reason, the bytes get there.
+    // Whatever the path, bytes are written and read back.
     let file = direct_file(&dir, "f");
     write_ok(&drive, &file, 0, filled(8192, 1));
     assert!(peek(&read_ok(&drive, &file, 0, device(8192))) == pattern(8192, 1));

@@ -344,7 +344,7 @@ fn a_closed_file_is_let_go_by_an_idle_queue(engine: EngineChoice) {
     let (read_end, mut w) = hanging();
     w.write_all(&[7; IO_ALIGN]).unwrap();
     wait(&*drive.read, Request::read(read_end, 0, zeros(IO_ALIGN), nobody)).result.unwrap();
-    // Only when nobody holds the reading end any more does writing to the pipe fail.
+    // Writing to the pipe fails only when nobody has the reading end open any more.
     until("the pipe breaks", || w.write(&[1]).is_err());
 }
 
@@ -362,7 +362,7 @@ fn an_idle_queue_sleeps(engine: EngineChoice) {
         }
         out
     };
-    // The requests of the trial left a deadline behind, which may wake a thread once.
+    // The deadlines of the trial's requests may wake a thread once more.
     let mut before = switches();
     assert!(!before.is_empty());
     let quiet = (0..100).any(|_| {

@@ -178,11 +178,11 @@ fn memory_of_a_region_is_registered_window_by_window_when_used() {
         let drive = open_drive(&with_region(&region)).unwrap();
         let untouched = status_kib("VmPin:");
         let window = 16usize << 20;
-        // Over the border of the first two windows: whole blocks are registered, the one on the
-        // border is not.
+        // Across the border of the first two windows: the block that crosses it uses no window, the
+        // others do.
         round_trip(&drive, Buf::new(Part(Arc::clone(&region), window - (5 << 19), 5 << 20)));
         let pinned = status_kib("VmPin:") - untouched;
-        // Both queues pin both windows; nobody pins the other two.
+        // Both queues pin both windows, and not the other two.
         assert_eq!((pinned, drive.report.notes.list()), (4 * (window as u64 >> 10), vec![]));
     });
 }

@@ -1,8 +1,8 @@
 //! cuFile's error integers and their names.
 //!
-//! Errors stay plain `i32`: the library is newer or older than this table as it likes, and a Rust
-//! enum with an unknown value would be undefined behaviour. The numbers and names are those of
-//! `cufile.h`, 1.20; one of them meant something else before 1.15 ([`name_in`]).
+//! Errors stay plain `i32`: the library may be newer than this table, and a Rust enum with an
+//! unknown value would be undefined behaviour. The numbers and names are those of `cufile.h`, 1.20;
+//! one of them meant something else before 1.15 ([`name_in`]).
 
 use std::{fmt, io};
 

@@ -1,9 +1,9 @@
 //! Raw bindings to NVIDIA's libcufile (GPUDirect Storage), opened at run time: builds and runs
 //! without CUDA.
 //!
-//! [`CuFile::open`] finds the library, [`sys`] holds the C functions it has, [`types`],
-//! [`constants`] and [`stats`] what they take, [`CuFileError`] and [`transferred`] what they
-//! return: the whole C interface of 1.0 to 1.20. Invariants: a missing library, a missing function
+//! [`CuFile::open`] finds the library, [`sys`] has its C functions, [`types`], [`constants`] and
+//! [`stats`] their arguments, [`CuFileError`] and [`transferred`] their results: the whole C
+//! interface of 1.0 to 1.20. Invariants: a missing library, a missing function
 //! or an unknown error number is a value, never a panic; nothing of NVIDIA's is vendored;
 //! opening calls nothing in the library but its own initialisers, so no driver is started and no
 //! configuration read.
@@ -33,7 +33,7 @@ pub const PATH_VARIABLE: &str = "FOREBAY_CUFILE_PATH";
 /// toolkits all of them.
 const NAMES: [&str; 3] = ["libcufile.so.0", "libcufile.so", "libcufile.so.1"];
 
-/// Where CUDA toolkits lie that the loader does not know of.
+/// Directories of CUDA toolkits that are not on the loader's search path.
 const TOOLKIT_DIRS: [&str; 3] =
     ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/usr/local/cuda/targets/sbsa-linux/lib"];
 
@@ -69,7 +69,7 @@ impl CuFile {
         Self::open_one_of(std::iter::once(path.as_ref().into()))
     }
 
-    /// What is tried where nothing is set, in order.
+    /// Names and paths to try where `FOREBAY_CUFILE_PATH` is not set, in order.
     fn candidates() -> impl Iterator<Item = OsString> {
         let names = NAMES.iter().map(OsString::from);
         let toolkits =
@@ -80,8 +80,8 @@ impl CuFile {
     fn open_one_of(candidates: impl Iterator<Item = OsString>) -> Result<Self, OpenError> {
         let mut tried = Vec::new();
         for candidate in candidates {
-            // SAFETY: runs the initialisers of the file named so; that it is NVIDIA's library is the operator's
-            // claim, as for every shared library on the search path.
+            // SAFETY: runs the initialisers of a file with this name. The operator answers for its
+            // being NVIDIA's library, as for every shared library on the search path.
             match unsafe { Library::new(&candidate) } {
                 Ok(library) => {
                     // SAFETY: as above; the library is never closed.
@@ -188,7 +188,7 @@ impl std::error::Error for VersionError {}
 /// No libcufile could be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenError {
-    /// What was tried, in order, and the loader's words on it.
+    /// Names and paths that were tried, in order, each with the loader's error.
     pub tried: Vec<(PathBuf, String)>,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The structures grew in 1.19: levels 1, 2 and 3 are 512, 1024 and 5000 bytes before it and 624,
 //! 1136 and 5112 from it, with the new counters in the middle of levels 2 and 3. So the calls take
-//! a [`Buffer`] larger than any of them, which reads them out by the version of the library. The
-//! structures here are those of 1.19; older libraries leave the new counters zero.
+//! a [`Buffer`] larger than any of them, whose contents are read by the version of the library. The
+//! structures here are those of 1.19; with an older library the new counters are zero.
 #![expect(unsafe_code, reason = "plain integers are read out of a buffer that C filled")]
 
 use std::mem::{offset_of, size_of};
@@ -286,8 +286,8 @@ impl Buffer {
         let tail = size_of::<Level3>() - size_of::<Level1>();
         whole.bytes[..have].copy_from_slice(&self.bytes[..have]);
         whole.bytes[size_of::<Level1>()..][..tail].copy_from_slice(&self.bytes[have..][..tail]);
-        // SAFETY: the buffer is larger than the structure and initialised; every field is an integer or an
-        // array of them.
+        // SAFETY: the buffer is larger than the structure and initialised; every field is an
+        // integer or an array of them.
         unsafe { whole.bytes.as_ptr().cast::<Level3>().read_unaligned() }
     }
 }

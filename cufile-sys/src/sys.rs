@@ -52,7 +52,7 @@ macro_rules! symbols {
             pub(crate) unsafe fn load(library: &Library) -> Self {
                 Self {
                     $($field: {
-                        // SAFETY: the caller vouches for the library; the type is that of `cufile.h`.
+                        // SAFETY: the library is the caller's promise; the type is `cufile.h`'s.
                         unsafe { library.get::<$type>(concat!($name, "\0").as_bytes()) }.ok().map(|s| *s)
                     },)*
                 }
@@ -72,7 +72,8 @@ macro_rules! symbols {
 }
 
 symbols! {
-    /// Starts the driver. Spins for ever without `/proc/modules`: look before, and try it in a program of its own first.
+    /// Starts the driver. Never returns without `/proc/modules`: check for it, and try the call in
+    /// a program of its own first.
     1 . 0 driver_open = "cuFileDriverOpen": unsafe extern "C" fn() -> CuFileError;
     /// Stops the driver; the old entry, which newer headers replace by the one below.
     1 . 0 driver_close_v1 = "cuFileDriverClose": unsafe extern "C" fn() -> CuFileError;
@@ -170,11 +171,12 @@ symbols! {
             events: *mut IoEvents,
             timeout: *mut Timespec,
         ) -> CuFileError;
-    /// Gives up what has not started.
+    /// Cancels the requests that have not started.
     1 . 2 batch_io_cancel = "cuFileBatchIOCancel": unsafe extern "C" fn(batch: BatchHandle) -> CuFileError;
     /// Frees the batch.
     1 . 2 batch_io_destroy = "cuFileBatchIODestroy": unsafe extern "C" fn(batch: BatchHandle);
-    /// Reads in the order of a CUDA stream; everything pointed to must live until the stream has passed it.
+    /// Reads in the order of a CUDA stream. All that the arguments point to must stay until the
+    /// stream has passed the call.
     1 . 7 read_async = "cuFileReadAsync":
         unsafe extern "C" fn(
             handle: Handle,
@@ -185,7 +187,8 @@ symbols! {
             bytes_read: *mut isize,
             stream: Stream,
         ) -> CuFileError;
-    /// Writes in the order of a CUDA stream; everything pointed to must live until the stream has passed it.
+    /// Writes in the order of a CUDA stream. All that the arguments point to must stay until the
+    /// stream has passed the call.
     1 . 7 write_async = "cuFileWriteAsync":
         unsafe extern "C" fn(
             handle: Handle,
@@ -245,8 +248,8 @@ symbols! {
     1 . 15 stats_reset = "cuFileStatsReset": unsafe extern "C" fn() -> CuFileError;
     /// Counters, to be read with [`stats::Buffer::level1`].
     1 . 15 get_stats_l1 = "cuFileGetStatsL1": unsafe extern "C" fn(stats: *mut Level1Out) -> CuFileError;
-    /// And sizes, to be read with [`stats::Buffer::level2`].
+    /// Counters and sizes, to be read with [`stats::Buffer::level2`].
     1 . 15 get_stats_l2 = "cuFileGetStatsL2": unsafe extern "C" fn(stats: *mut Level2Out) -> CuFileError;
-    /// And GPUs, to be read with [`stats::Buffer::level3`].
+    /// Counters, sizes and GPUs, to be read with [`stats::Buffer::level3`].
     1 . 15 get_stats_l3 = "cuFileGetStatsL3": unsafe extern "C" fn(stats: *mut Level3Out) -> CuFileError;
 }

@@ -41,7 +41,7 @@ pub struct Descr {
 pub union DescrHandle {
     /// A file descriptor.
     pub fd: c_int,
-    /// Anything a user-space file system knows its file by.
+    /// The name by which a user-space file system knows its file.
     pub handle: *mut c_void,
 }
 

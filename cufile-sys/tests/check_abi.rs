@@ -1,11 +1,10 @@
-//! What cufile-sys says of libcufile against NVIDIA's header and library, at every version that
-//! `make cufile` has unpacked.
+//! Compares cufile-sys with NVIDIA's header and library, of every version that `make cufile` has
+//! unpacked.
 //!
-//! The C compiler is asked: a program with the real `cufile.h`, and a `cuda.h` of two lines, prints
-//! every constant, size and offset, and does not compile where a function has another type or a
-//! name is missing. The header is searched the other way round as well, for names that are not
-//! here. Without wheels or gcc the check is skipped and says so, unless
-//! `FOREBAY_CHECK_ABI=required`.
+//! A C program with the real `cufile.h`, and a small `cuda.h`, prints every constant, size and
+//! offset; it does not compile where a function has another type or a name is missing. The header
+//! is also searched for names that are not here. Without wheels or gcc the check is skipped and
+//! says so, unless `FOREBAY_CHECK_ABI=required`.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test's helpers; clippy exempts only the test itself")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,11 +17,11 @@ use cufile_sys::sys::{FUNCTIONS, Function};
 use cufile_sys::types::LAYOUTS;
 use cufile_sys::{Version, name_in, stats};
 
-/// The few types that `cufile.h` wants of CUDA.
+/// The few types of CUDA that `cufile.h` uses.
 const CUDA_H: &str =
     "#include <stdint.h>\n#include <sys/types.h>\ntypedef int CUresult;\ntypedef struct CUstream_st *CUstream;\n";
 
-/// Which versions must be there for the check to be whole: each brought something.
+/// Versions that a full check needs, 1.x: the oldest and newest, and those that changed something.
 const VERSIONS: [i32; 8] = [11, 13, 14, 15, 16, 17, 19, 20];
 
 /// An end mark, which moves from version to version.
@@ -102,7 +101,7 @@ fn signature_in_c(function: &Function) -> String {
     format!("{result} (*)({})", if types.is_empty() { "void".to_owned() } else { types.join(", ") })
 }
 
-/// What the program shall print, and the program.
+/// The lines that the program is to print, and the program.
 fn program(version: Version) -> (BTreeMap<String, i64>, String) {
     let mut expected = BTreeMap::new();
     let mut body = String::new();

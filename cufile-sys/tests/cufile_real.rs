@@ -1,5 +1,5 @@
-//! A real libcufile where `FOREBAY_CUFILE_PATH` names one (`make cufile` fetches NVIDIA's wheel),
-//! else the way it is missed.
+//! Opens a real libcufile where `FOREBAY_CUFILE_PATH` names one (`make cufile` fetches NVIDIA's
+//! wheel); else checks how a missing one is reported.
 
 use std::path::{Path, PathBuf};
 

@@ -100,7 +100,7 @@ pub enum Layerwise {
 }
 
 impl Layerwise {
-    /// Whether it is on where nothing speaks against it.
+    /// Whether loads and stores go layer by layer where the server can do that.
     #[must_use]
     pub const fn is_on(self) -> bool {
         !matches!(self, Self::Off)

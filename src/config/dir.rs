@@ -65,8 +65,7 @@ impl CacheDir {
     /// network file system.
     pub fn open(path: &Path, options: &DirOptions, mounts: &MountTable) -> Result<Self> {
         let writable = options.mode == Mode::Rw;
-        // A read-only mount is reported before mkdir fails on it with a message that names no
-        // remedy.
+        // Before mkdir, which would fail on a read-only mount with a message that names no remedy.
         let existing = path.canonicalize().ok();
         let nearest = existing.clone().or_else(|| path.parent()?.canonicalize().ok());
         let mount = nearest.as_deref().and_then(|path| mounts.of(path)).cloned();
@@ -272,7 +271,7 @@ impl Dir {
                 Err(e) => return Err(refused(e)),
             }
         }
-        // Looked at before it is opened: opening a FIFO would wait for ever, and O_NONBLOCK would
+        // Checked before it is opened: opening a FIFO would wait forever, and O_NONBLOCK would
         // change how io_uring treats the file afterwards.
         let found = path.symlink_metadata().map_err(refused)?.file_type();
         if found.is_fifo() || found.is_socket() || found.is_block_device() || found.is_char_device() {
@@ -336,8 +335,8 @@ impl Dir {
         self.handle.sync_all().map_err(|e| Error::io("cannot flush a directory of the cache", e).at(&self.path))
     }
 
-    /// A path by which the kernel starts from the directory that is held open, as `openat` would:
-    /// exchanging one of its parents for a symlink leads nowhere else. Without /proc, the path
+    /// A path that starts, as `openat` would, from the directory that is held open, so that it
+    /// leads nowhere else if one of its parents is exchanged for a symlink. Without /proc, the path
     /// it was opened by.
     fn base(&self) -> PathBuf {
         let by_handle = PathBuf::from(format!("/proc/self/fd/{}", self.handle.as_raw_fd()));
@@ -370,7 +369,7 @@ impl Dir {
         Error::io(format!("cannot open a {what} of the cache"), e).at(path)
     }
 
-    /// Finds out by trying whether files can be made here, and leaves none.
+    /// Tries whether files can be made here, and leaves none.
     fn probe_write(&self) -> Result<()> {
         let base = self.base();
         let unnamed = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(&base).map(drop);
@@ -386,7 +385,7 @@ impl Dir {
             other => other,
         };
         match tried {
-            // A full drive still serves what it holds and makes room by reclaim.
+            // The cache of a full drive still serves its chunks, and makes room by reclaim.
             Err(e) if matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => Ok(()),
             Err(e) => Err(unusable(&self.path, e)),
             Ok(()) => Ok(()),

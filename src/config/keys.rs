@@ -2,8 +2,8 @@
 //! [`Settings`].
 //!
 //! One layer (a file, one family of environment variables, code) is flattened at a time. A setting
-//! that one layer gives twice with different values is an error, because which of the two would win
-//! is not visible to whoever wrote it.
+//! that one layer gives twice with different values is an error, because its author cannot see
+//! which of the two would win.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -36,8 +36,8 @@ pub(super) const SECTIONS: [&str; 4] = ["gds_config", "local_config", "remote_co
 const EXTRA: &str = "extra_config";
 const OURS: &str = "forebay";
 
-/// LMCache settings that we have under another name and another meaning, so that only a person can
-/// carry them over.
+/// LMCache's settings to which one of Forebay corresponds with another meaning, so that it is only
+/// suggested.
 const RELATED: [(&str, &str); 9] = [
     ("cache_policy", "eviction_policy"),
     ("local_disk", "cache_dir"),
@@ -50,7 +50,7 @@ const RELATED: [(&str, &str); 9] = [
     ("local_cpu_use_hugepages", "hugepages"),
 ];
 
-/// Settings whose feature does nothing yet, or is off.
+/// Settings that have no effect where their feature is off or not there yet.
 const NOT_ACTIVE: [(&str, Feature); 6] = [
     ("enable_rdma", Feature::Rdma),
     ("max_local_cpu_size", Feature::HostTier),
@@ -60,7 +60,7 @@ const NOT_ACTIVE: [(&str, Feature); 6] = [
     ("blend_thresholds", Feature::Blending),
 ];
 
-/// The keys of the struct itself.
+/// The keys of [`Settings`], in the order of the struct.
 pub(super) fn canonical() -> &'static [String] {
     static KEYS: OnceLock<Vec<String>> = OnceLock::new();
     KEYS.get_or_init(|| Settings::default().to_map().into_iter().map(|(key, _)| key).collect())
@@ -92,7 +92,7 @@ pub(super) struct Flatten<'a> {
 }
 
 impl Flatten<'_> {
-    /// Takes a mapping whose keys stand below `section` (empty at the top).
+    /// Takes a mapping whose keys lie below `section` (empty at the top).
     pub(super) fn mapping(&mut self, section: &str, map: Map<String, Value>, origin: &Origin) -> Result<()> {
         for (key, value) in map {
             let written = if section.is_empty() { key } else { format!("{section}.{key}") };
@@ -103,7 +103,7 @@ impl Flatten<'_> {
 
     /// Takes one key.
     pub(super) fn entry(&mut self, written: String, value: Value, origin: &Origin) -> Result<()> {
-        // An empty value is how YAML and shells write "not set".
+        // A key without a value in YAML means "not set".
         if value.is_null() {
             return Ok(());
         }
@@ -204,7 +204,7 @@ fn distance(a: &str, b: &str) -> usize {
 /// Warnings about settings that ask for something that is not active.
 pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
     let asks = |feature: Feature| match feature {
-        // Off is what is meant where local_cpu says so, and a slip where nothing does.
+        // Without local_cpu the user may believe that the size turns the tier on.
         Feature::HostTier => !given.contains_key("local_cpu") && settings.max_local_cpu_size > 0,
         Feature::Blending => !given.contains_key("enable_blending"),
         Feature::Rdma => settings.enable_rdma,

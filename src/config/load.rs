@@ -1,10 +1,10 @@
 //! The sources of settings and their order: file, `LMCACHE_*`, `FOREBAY_*`, code; each outranks
 //! those before it.
 //!
-//! What the process sees of the outside (environment, files) comes in through [`Loader`], so that a
-//! test sets both. A value is checked where it was given, so that an error can name the variable or
-//! the file; the error of a whole file would name only the file. Only the settings file is read,
-//! and, where `hugepages` is set, the two files of the kernel that say which huge pages it has.
+//! Environment and files come in through [`Loader`], so that a test can set both. Each value is
+//! checked by itself, so that an error can name its key and the variable or file. Only the settings
+//! file is read, and, where the user set `hugepages`, the two files of the kernel that say which
+//! huge pages it has.
 
 use std::ffi::OsString;
 use std::io::Read;
@@ -23,9 +23,9 @@ const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const OWN_PREFIX: &str = "FOREBAY_";
 const LMCACHE_PREFIX: &str = "LMCACHE_";
 const CONFIG_FILE: &str = "CONFIG_FILE";
-/// The key of code that names a settings file; no setting itself.
+/// A key that code may give to name a settings file. It is not a setting.
 const FILE_KEY: &str = "config_file";
-/// A settings file is a few lines; more than this is another file named by mistake.
+/// A settings file has a few lines; a larger one was named by mistake.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Variables of LMCache itself that are not settings of a cache, and what to use instead of those
@@ -241,9 +241,8 @@ impl Loader {
     }
 }
 
-/// Whether the machine says that it gives no huge pages, reserved or transparent. The default
-/// setting asks for them where there are some; only who asks by himself wants to know that there
-/// are none.
+/// Whether the machine says that it has no huge pages, neither reserved nor transparent. Only asked
+/// where the user set `hugepages`: the default takes ordinary pages without a warning.
 fn has_no_huge_pages(files: &dyn Fn(&Path) -> std::io::Result<String>) -> bool {
     let never = files(Path::new(TRANSPARENT)).is_ok_and(|text| text.contains("[never]"));
     never && files(Path::new(RESERVED)).map_or(true, |text| text.trim() == "0")
@@ -298,7 +297,7 @@ fn parse_file(path: &Path, text: &str) -> Result<Map<String, Value>> {
     }
 }
 
-/// The parser's message without the drawing of the place below it.
+/// The parser's message without the excerpt of the file below it.
 fn first_line(e: &serde_saphyr::Error) -> String {
     e.to_string().lines().next().unwrap_or_default().to_owned()
 }

@@ -11,7 +11,8 @@
 //! directories and opens what lies inside them without following a symlink out.
 //!
 //! This room must not open the cache, start threads, or know any other room but `error`. Settings
-//! are read from the environment and from files through [`Loader`] alone, so that a test sets both.
+//! are read from the environment and from files through [`Loader`] alone, so that tests can set
+//! both.
 
 use std::path::Path;
 use std::time::Duration;

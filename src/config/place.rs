@@ -1,5 +1,5 @@
-//! Where a cache lies, as a value that processes can compare: the same on one boot of one machine
-//! for the same directories, under whatever paths they are mounted there.
+//! A value by which processes can tell whether they use the same cache: the same during one boot of
+//! one machine for the same directories, under whatever paths they are mounted there.
 //!
 //! Reads the boot id and the directories' device and inode numbers; it opens nothing.
 
@@ -15,8 +15,8 @@ use super::Settings;
 pub struct CacheIdentity([u8; 32]);
 
 impl Settings {
-    /// Where the cache lies; `None` where a directory is not there or the machine cannot be told
-    /// from others.
+    /// The identity of the cache's place; `None` without drives, where a directory is not there, or
+    /// where the machine's boot has no id.
     #[must_use]
     pub fn cache_identity(&self) -> Option<CacheIdentity> {
         let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;

@@ -1,7 +1,7 @@
 //! Ranges of settings, and pairs that contradict each other.
 //!
-//! Only what the settings alone can tell: what depends on the geometry (is staging two extents?) or
-//! on the machine is checked where that is known.
+//! Only checks that need nothing but the settings. Those that depend on the geometry (is staging
+//! two extents?) or on the machine are made where these are known.
 
 use std::path::{Component, Path};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::error::{Error, ErrorKind};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Requests are aligned to this, whatever the drive's own block is.
+/// Alignment of requests, whatever the drive's own block is.
 const PAGE: usize = 4096;
-/// Below this a segment would hold no chunk of any real geometry.
+/// In less, a segment would have room for no chunk of any real geometry.
 const MIN_CAPACITY_BYTES: u64 = 16 << 20;
-/// Beyond this it is no digest, and every worker sends it.
+/// Far more than a digest has.
 const MAX_FINGERPRINT_BYTES: usize = 4096;
 /// Expiry is kept in 32 bits of Unix seconds.
 const MAX_TTL: Duration = Duration::from_secs(20 * 365 * 86_400);
@@ -29,7 +29,7 @@ pub(super) struct Invalid {
 }
 
 impl Invalid {
-    /// The error, with the key as the user wrote it and where.
+    /// The error, with the key as the user wrote it and the place where it was set.
     pub(super) fn into_error(self, given: Option<(String, Origin)>) -> Error {
         let place = match given {
             Some((written, origin)) => format!("{written} ({origin})"),
@@ -93,7 +93,7 @@ pub(super) fn check(s: &Settings) -> Checked {
     )
 }
 
-/// What only serving engines read.
+/// The settings that only serving engines read.
 fn serving(s: &Settings) -> Checked {
     between("load_timeout_ms", &s.load_timeout_ms, 0, 3_600_000, " ms")?;
     between("gather_patience_ms", &s.gather_patience_ms, 0, 60_000, " ms")?;
@@ -118,7 +118,7 @@ fn serving(s: &Settings) -> Checked {
     )
 }
 
-/// Addresses of the remote tier that there is something for.
+/// Schemes of the remote tier's address that are supported.
 const REMOTE_SCHEMES: [&str; 11] = ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "file"];
 
 fn remote(s: &Settings) -> Checked {

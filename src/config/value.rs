@@ -11,7 +11,7 @@ use serde_json::Value;
 
 /// Types that can be read from the several ways in which a value may be written.
 pub(super) trait Loose: Sized {
-    /// The value, or why it is none.
+    /// The value, or why it cannot be read.
     fn loose(value: &Value) -> Result<Self, String>;
 }
 
@@ -25,7 +25,7 @@ pub(super) fn choice<'de, D: Deserializer<'de>, T: DeserializeOwned>(d: D) -> Re
     let value = Value::deserialize(d)?;
     let word = value.as_str().map_or_else(|| show(&value), |word| word.trim().to_ascii_lowercase());
     T::deserialize(Value::String(word)).map_err(|e: serde_json::Error| {
-        // serde's message ends in the words that would do.
+        // serde's message ends with the words that are accepted.
         let text = e.to_string();
         let known = text.split_once("expected ").map_or(text.as_str(), |(_, known)| known);
         D::Error::custom(format!("{} is not known here; use {known}", show(&value)))
@@ -154,7 +154,7 @@ fn parse_size(text: &str, plain_unit: u64) -> Option<u64> {
         return whole.checked_mul(factor);
     }
     let bytes = number.parse::<f64>().ok()? * factor as f64;
-    // A fraction of a byte is a slip of the pen, a fraction of a GiB is not.
+    // A fraction of a byte is a mistake, a fraction of a GiB is not.
     ((0.0..1e18).contains(&bytes) && (factor > 1 || bytes.fract() == 0.0)).then_some(bytes as u64)
 }
 

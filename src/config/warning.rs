@@ -1,4 +1,4 @@
-//! What loading settings and checking directories found worth telling, without stopping.
+//! Warnings from loading settings and checking directories, which stop nothing.
 //!
 //! A warning names its key and where it was set, and never shows a value: a remote address may hold
 //! a password.
@@ -29,8 +29,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A part of the design that settings may name and that does nothing: not yet, or because it is
-/// off.
+/// A feature that settings may name and that has no effect: not yet, or because it is off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Feature {

@@ -1,15 +1,14 @@
 //! Points in the work of an accelerator's streams, and the names of streams that belong to the
 //! caller.
 //!
-//! A [`Fence`] keeps what it stands for: whoever waits for one waits for the work it was made at,
-//! however late.
+//! A [`Fence`] keeps its point alive, so it can be waited for at any time.
 
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often a point is looked at that cannot be slept on.
+/// Time between two checks of a point whose device cannot wait for it.
 const POLL: Duration = Duration::from_micros(20);
 
 /// A stream of the caller (such as PyTorch's current one), by its driver handle, which must be live
@@ -17,12 +16,12 @@ const POLL: Duration = Duration::from_micros(20);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub u64);
 
-/// What a device makes fences of.
+/// A point in a stream's work, as a device implements it.
 pub trait Point: Send + Sync + 'static {
     /// Whether the work before the point is over. Does not block.
     fn has_passed(&self) -> bool;
 
-    /// Whether whoever waits for this point has waited for `other` too: the same point, or an
+    /// Whether waiting for this point includes waiting for `other`: it is the same point, or an
     /// earlier one of the same stream.
     fn covers(&self, _other: &dyn Point) -> bool {
         false
@@ -68,7 +67,7 @@ impl Fence {
     }
 }
 
-/// Adds `fence` to what is waited for, unless that covers it already, and lets go of what it
+/// Adds `fence` to `fences`, unless one of them covers it already, and removes those that it
 /// covers.
 pub fn add_fence(fences: &mut Vec<Fence>, fence: Fence) {
     if fences.iter().any(|f| f.0.covers(&*fence.0)) {

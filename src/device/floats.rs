@@ -1,5 +1,5 @@
-//! The element types of keys, and their conversions by operations on bits: the same as the
-//! kernels', and on every machine.
+//! The element types of keys, and their conversions by operations on bits, so that every machine
+//! and the kernels give the same bits.
 
 /// Element type of keys or of a table of cosines and sines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,7 +32,7 @@ impl FloatKind {
         }
     }
 
-    /// The bits of the nearest element, of two the even one.
+    /// The bits of the nearest element; half way between two, of the even one.
     #[inline]
     pub(super) fn encode(self, value: f32) -> u32 {
         match self {
@@ -61,10 +61,10 @@ fn f32_to_f16(value: f32) -> u16 {
     let (sign, size) = ((value.to_bits() >> 16 & 0x8000) as u16, value.to_bits() & 0x7fff_ffff);
     let half = match size {
         0x7f80_0001.. => 0x7e00 | size >> 13 & 0x3ff,
-        // From 65520 on, half way between the largest f16 and what would come next.
+        // From 65520 on (half way between the largest f16 and the next step) it is infinity.
         0x477f_f000.. => 0x7c00,
         0x3880_0000.. => (size - 0x3800_0000 + 0xfff + (size >> 13 & 1)) >> 13,
-        // Below 2^-14: in units of 2^-24; up to half of one unit is zero.
+        // Below 2^-14: in units of 2^-24; up to half of a unit becomes zero.
         0x3300_0001.. => {
             let (shift, mantissa) = (126 - (size >> 23), size & 0x7f_ffff | 0x80_0000);
             let (units, rest, tie) = (mantissa >> shift, mantissa & ((1 << shift) - 1), 1 << (shift - 1));
@@ -78,7 +78,7 @@ fn f32_to_f16(value: f32) -> u16 {
 #[inline]
 fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
-    // Both, and a choice: so loops over it become vectors.
+    // Both are computed and one is chosen, so that the compiler makes loops over this vectors.
     let (quiet, rounded) = (bits | 0x40_0000, bits.wrapping_add(0x7fff + (bits >> 16 & 1)));
     ((if value.is_nan() { quiet } else { rounded }) >> 16) as u16
 }

@@ -25,7 +25,7 @@ struct FrameMemory {
     lent: Mutex<Lent>,
 }
 
-/// What of a frame is in the hands of writers.
+/// The parts of a frame that writers have.
 #[derive(Default)]
 struct Lent {
     ranges: Vec<Range<usize>>,
@@ -56,8 +56,8 @@ impl FrameFill {
         self.0.offset
     }
 
-    /// The bytes in `range`, to be written; `None` where somebody has some of them, or the frame is
-    /// finished.
+    /// The bytes in `range`, to be written; `None` where a writer has some of them, they are not in
+    /// the frame, or the frame is finished.
     #[must_use]
     pub fn part(&self, range: Range<usize>) -> Option<Buf> {
         let mut lent = self.0.lent.lock();
@@ -76,7 +76,8 @@ impl FrameFill {
         (start..start + self.0.len).contains(&(buf.as_mut_ptr() as usize))
     }
 
-    /// The frame, to be read from now on; `None` while somebody writes it, and the second time.
+    /// The frame, to be read from now on; `None` while there is a writer, and from the second call
+    /// on.
     #[must_use]
     pub fn finish(&self) -> Option<Frame> {
         let mut lent = self.0.lent.lock();
@@ -89,7 +90,8 @@ impl FrameFill {
 }
 
 impl Frame {
-    /// The bytes in `range`, to be read; the frame stays as it is as long as the buffer lives.
+    /// The bytes in `range`, to be read; `None` where they are not in the frame. The frame keeps
+    /// its bytes as long as the buffer lives.
     #[must_use]
     pub fn view(&self, range: Range<usize>) -> Option<Buf> {
         let fits = !range.is_empty() && range.end <= self.0.len;
@@ -121,9 +123,9 @@ struct FramePart {
     shared: bool,
 }
 
-// SAFETY: the range lies in the memory of the frame, which this holds and nobody uses but through
-// parts. A part to be written overlaps no other one, and there is none once the frame is finished;
-// parts to be read are made only then, and say that they are shared.
+// SAFETY: the range lies in the memory of the frame, which this holds and which is used only
+// through parts. A part to be written overlaps no other one, and there is none once the frame is
+// finished; parts to be read are made only then, and say that they are shared.
 unsafe impl IoBuf for FramePart {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.memory.start().wrapping_add(self.range.start)

@@ -1,9 +1,9 @@
-//! The caller's way to take its memory back.
+//! How a caller takes its memory back.
 //!
 //! A worker touches the caller's memory only while it holds a guard. [`Gate::close`] turns new
-//! workers away and waits for those inside, so that afterwards no byte is written. Workers look at
-//! [`Gate::is_closed`] every tile, so that closing waits for tens of microseconds and not for a
-//! whole extent.
+//! workers away and waits for those inside, so that afterwards no byte is written. The host's
+//! workers check [`Gate::is_closed`] at each tile, so that closing waits for tens of microseconds
+//! and not for a whole extent. On a GPU closing waits for the launches under way.
 //!
 //! `done` callbacks run after their guard is left: they may close the gate. Closing a gate while
 //! holding a guard of it waits forever.
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Lets workers into the caller's memory until it is closed; see the module's text.
+/// Lets workers into the caller's memory until it is closed.
 #[derive(Debug, Default)]
 pub struct Gate {
     closed: AtomicBool,
@@ -71,7 +71,7 @@ impl Gate {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// Whether the gate turns workers away; those inside stop at the next tile.
+    /// Whether the gate turns workers away; the host's workers inside stop at the next tile.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)

@@ -29,7 +29,7 @@ pub struct Part {
     pub plan: Arc<ChunkPlan>,
 }
 
-/// Told that a job is among the accelerator's work.
+/// Called when a job has been submitted to the accelerator.
 pub type Launched = Box<dyn FnOnce(Fence) + Send>;
 
 /// From staging into paged KV.
@@ -40,7 +40,7 @@ pub struct ScatterJob {
     pub staging: Buf,
     /// What to move.
     pub parts: Vec<Part>,
-    /// Staging is set to zero first, whatever it held: the slots get zeros.
+    /// Staging, which must not be shared, is set to zero first, so that the slots get zeros.
     pub zeros: bool,
     /// Entered before the first byte is written and left before `done`; a closed gate skips the
     /// job.
@@ -55,7 +55,7 @@ pub struct ScatterJob {
     pub done: Box<dyn FnOnce(Scattered) + Send>,
 }
 
-/// What became of a [`ScatterJob`].
+/// The result of a [`ScatterJob`].
 pub struct Scattered {
     /// The staging buffer.
     pub staging: Buf,
@@ -91,7 +91,7 @@ pub struct GatherJob {
     pub done: Box<dyn FnOnce(Gathered) + Send>,
 }
 
-/// What became of a [`GatherJob`].
+/// The result of a [`GatherJob`].
 pub struct Gathered {
     /// The staging buffer.
     pub staging: Buf,

@@ -1,10 +1,10 @@
-//! Where KV lives and who moves it: the caller's paged memory, staging memory, and the workers
+//! Where KV lives and who copies it: the caller's paged memory, staging memory, and the workers
 //! between them.
 //!
 //! A [`Device`] scatters extents from staging into paged KV and gathers them back, taking the
 //! CRC-32 of every unpadded extent in the same pass. Jobs own what they need (staging, layout,
-//! plan) until their `done` is called, so a caller may go away at any time; the gate of a job is
-//! how it takes its memory back.
+//! plan) until their `done` is called, so a caller may end at any time: by closing a job's gate it
+//! takes its memory back.
 //!
 //! Invariants:
 //! - The caller's memory is only touched by raw pointers, inside a gate, at slots of a plan.
@@ -12,10 +12,13 @@
 //! - This room does no I/O: to the io room its memory is an `IoBuf`. It knows no chunk keys, files
 //!   or indexes.
 //!
-//! The files: `host/` and `cuda/` (the two devices), `job` and `parts` (what a device is asked for,
-//! and its checks), `gate` (how a caller takes its memory back), `fence` (points in a stream),
-//! `memory` (the caller's), `region`, `staging`, `frame` and `shared` (our own), `rope` and
-//! `floats` (rotation of keys), `open` (devices by name).
+//! The files:
+//! - `host/`, `cuda/`: the two devices. `open`: a device by its name.
+//! - `job`, `parts`: the jobs of a device, and the checks of their parts.
+//! - `gate`: how a caller takes its memory back. `fence`: points in an accelerator's streams.
+//! - `memory`: the caller's KV memory.
+//! - `region`, `staging`, `frame`, `shared`: Forebay's own memory.
+//! - `rope`, `floats`: rotation of keys.
 
 use std::sync::Arc;
 
@@ -78,8 +81,8 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where a shift does not suit the
-    /// paged KV: nothing is turned then; on a GPU also what the driver says: keys may then be
-    /// turned or not.
+    /// paged KV: no key is turned then. On a GPU also what the driver says: some keys may be turned
+    /// then.
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], after: &[Fence]) -> Result<()>;
 

@@ -8,7 +8,7 @@ use crate::config::{Codec, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotCodec;
 
-/// A device's name, understood.
+/// A device's name, parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DeviceName {
     Host,
@@ -48,8 +48,8 @@ pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// The codec that the settings ask for. Without vectors it takes more of the processor than it
-/// saves of the drive.
+/// The codec that the settings choose. `auto` codes only on a host whose processor has vectors:
+/// without them coding costs more time than the drive saves.
 pub(crate) fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
     match settings.codec {
         Codec::None => SlotCodec::None,

@@ -1,7 +1,7 @@
-//! A job's part against the paged KV: checked once, then pure address arithmetic.
+//! Checks a job's part against the paged KV once, so that the rest is address arithmetic.
 //!
-//! The checks here are what the safety of the host's copy loops and of the kernels rests on,
-//! together with those that the layout, the plan and the paged KV made when they were built.
+//! The safety of the host's copy loops and of the kernels rests on these checks, and on those that
+//! the layout, the plan and the paged KV made when they were built.
 
 use std::ops::Range;
 

@@ -1,7 +1,8 @@
-//! One anonymous mapping: staging memory that queues can register, and KV memory of our own.
+//! A mapping: staging memory that queues can register, the memory that processes share, and KV
+//! memory allocated here.
 //!
 //! Page size and NUMA node are wishes: where the machine refuses, the mapping is made without, and
-//! a warning says so. Memory is touched lazily: an idle pool costs address space only (except with
+//! the log says so. Memory is touched lazily: an idle pool costs address space only (except with
 //! reserved huge pages).
 #![expect(unsafe_code, reason = "mmap, madvise, mbind, munmap")]
 
@@ -63,7 +64,7 @@ pub struct RegionOptions {
     pub numa: Option<u32>,
 }
 
-/// An anonymous private mapping of zero bytes.
+/// A mapping: anonymous and private, or of a file in memory.
 #[derive(Debug)]
 pub struct HostRegion {
     ptr: NonNull<u8>,
@@ -94,8 +95,8 @@ unsafe impl MemRegion for HostRegion {
 }
 
 impl HostRegion {
-    /// A region of `len` bytes, aligned to 2 MiB where it is at least that long, to 64 KiB from
-    /// there on, else to a page.
+    /// A region of `len` zero bytes, aligned to 2 MiB where it is at least that long, else to 64
+    /// KiB where it is at least that long, else to a page.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for a length of 0 or near the address space; what the operating
@@ -118,13 +119,13 @@ impl HostRegion {
         Ok(Arc::new(region))
     }
 
-    /// `len` bytes of a file in memory, shared with whoever else maps it. The file must have them
-    /// for as long as it is mapped.
+    /// The first `len` bytes of a file in memory, shared with the other processes that map it. The
+    /// file must not become shorter while it is mapped.
     pub(super) fn of_file(file: BorrowedFd<'_>, len: usize, options: &RegionOptions) -> Result<Self> {
         if len == 0 || len > isize::MAX as usize - 2 * HUGE_BYTES {
             return Err(Error::new(ErrorKind::InvalidInput, format!("a memory region of {len} bytes")));
         }
-        // In the place of a mapping that is aligned.
+        // Replaces an anonymous mapping, which is aligned.
         let mut region = Self::map(len)?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = region.ptr.as_ptr().cast::<c_void>();
@@ -134,8 +135,8 @@ impl HostRegion {
             return Err(Error::io(format!("cannot map {len} bytes of shared memory"), io::Error::last_os_error()));
         }
         if options.hugepages == HugePages::Off {
-            // SAFETY: the range is this mapping; the advice changes no bytes. Where it is not
-            // taken, the machine has no huge pages.
+            // SAFETY: the range is this mapping; the advice changes no bytes. It fails only where
+            // there are no huge pages.
             unsafe { libc::madvise(at, region.mapped_len, libc::MADV_NOHUGEPAGE) };
         } else {
             region.advise();

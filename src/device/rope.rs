@@ -124,18 +124,19 @@ fn invalid(what: String) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("rotary shift: {what}"))
 }
 
-/// Tokens whose turns are made at a time. They are the same in all layers, and stay in the core's
-/// cache while layer after layer is turned by them.
+/// Tokens whose turns are computed at a time. Turns are the same in all layers, and stay in the
+/// core's cache while one layer after another is turned.
 const WINDOW_TOKENS: usize = 256;
 
-/// The turns of a window of tokens, pair by pair, alike in all heads and layers.
+/// Cosines and sines by which the keys of a window of tokens are turned, for each pair; the same in
+/// all heads and layers.
 struct PairTurns {
     half: usize,
     /// First token of the window.
     first: usize,
-    /// Cosines, then sines, of a token's old position and of its new one.
+    /// Rows of the table, cosines and then sines: for a token's old position and its new one.
     rows: [Vec<f32>; 2],
-    /// For each token, of all pairs.
+    /// For each token those of all pairs.
     cosines: Vec<f32>,
     sines: Vec<f32>,
 }
@@ -147,7 +148,7 @@ impl PairTurns {
         Self { half, first: 0, rows, cosines: zeros(all), sines: zeros(all) }
     }
 
-    /// Makes those of a window.
+    /// Computes the turns of a window.
     ///
     /// # Safety
     /// The table must lie in host memory.
@@ -159,8 +160,8 @@ impl PairTurns {
                 continue;
             }
             for (row, position) in self.rows.iter_mut().zip([old, new]) {
-                // SAFETY: positions were checked against the table, which the shift holds; that it
-                // lies in host memory is the caller's promise.
+                // SAFETY: positions were checked against the table, which the shift keeps; the
+                // caller promises that it lies in host memory.
                 unsafe { of.read_row(position, row) };
             }
             let [(c0, s0), (c1, s1)] = self.rows.each_ref().map(|row| row.split_at(self.half));
@@ -192,8 +193,8 @@ fn mapped(shift: &RopeShift, window: Range<usize>) -> impl Iterator<Item = (usiz
     tokens.skip_while(move |(token, _)| *token < window.start).take_while(move |(token, _)| *token < window.end)
 }
 
-/// Pairs that are loaded, turned and stored together. Of a loop over single pairs the
-/// compiler makes no vectors where it does not know that the halves lie apart.
+/// Pairs that are loaded, turned and stored together: the compiler does not know that the halves do
+/// not overlap, so it makes no vectors of a loop over single pairs.
 const LANES: usize = 16;
 
 /// Turns the pairs of the elements of two halves.
@@ -216,7 +217,7 @@ fn turn_halves<E: Element>(first: &mut [E::Bytes], second: &mut [E::Bytes], (cos
     rest.for_each(|((first, second), (&cosine, &sine))| turn_pair::<E>(first, second, (cosine, sine)));
 }
 
-/// The same for neighbours.
+/// Turns pairs of neighbouring elements.
 #[inline(always)]
 fn turn_neighbours<E: Element>(pairs: &mut [[E::Bytes; 2]], (cosines, sines): (&[f32], &[f32])) {
     let pairs = pairs.iter_mut().zip(cosines.iter().zip(sines));
@@ -325,7 +326,7 @@ impl RopeShift {
         [&self.old_positions, &self.new_positions].map(|of| of.get(token).map_or(0, |p| *p as usize))
     }
 
-    /// Whether each token is turned as by another shift, in whatever layer.
+    /// Whether `other` turns each token by the same angles. Their layers may differ.
     fn turns_like(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.plan, &other.plan)
             && Arc::ptr_eq(&self.old_positions, &other.old_positions)
@@ -369,7 +370,7 @@ impl Rows<'_> {
         }
     }
 
-    /// With vectors as wide as the processor has; all give the same bits.
+    /// [`Self::turn`] with the widest vectors that the processor has; all give the same bits.
     ///
     /// # Safety
     /// As of [`Self::turn`]; the keys are of type `E`.
@@ -389,7 +390,7 @@ impl Rows<'_> {
     }
 
     /// # Safety
-    /// As of [`Self::turn_elements`], on a processor with these.
+    /// As [`Self::turn_elements`], on a processor with these.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn turn_with_avx512<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
@@ -398,7 +399,7 @@ impl Rows<'_> {
     }
 
     /// # Safety
-    /// As of [`Self::turn_elements`], on a processor with AVX2.
+    /// As [`Self::turn_elements`], on a processor with AVX2.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
     unsafe fn turn_with_avx2<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
@@ -421,9 +422,9 @@ impl Rows<'_> {
                 + (slot % block_tokens) as usize * self.view.token_stride;
             for head in 0..self.heads {
                 let key = self.base.wrapping_add(place + head * self.view.head_stride);
-                // SAFETY: the slot lies in a block of the layout, the pairs in the head: `rows`
-                // compared them; that nobody else uses it is the caller's promise. The halves do
-                // not overlap, and bytes have no alignment.
+                // SAFETY: `rows` checked that the slot lies in a block of the layout and the pairs
+                // in the head; the caller promises that nobody else uses it. The halves do not
+                // overlap, and bytes have no alignment.
                 unsafe {
                     match shift.style {
                         RopeStyle::Neox => {
@@ -462,7 +463,7 @@ impl Rows<'_> {
 }
 
 /// # Safety
-/// So many elements of type `E` must be readable from `base` on.
+/// As many elements of type `E` as `to` has must be readable from `base` on.
 #[inline(always)]
 unsafe fn read_elements<E: Element>(base: *const u8, to: &mut [f32]) {
     // SAFETY: the caller's promise; bytes have no alignment.
@@ -486,8 +487,8 @@ pub(super) fn turn_on_host(kv: &PagedKv, shifts: &[RopeShift]) -> Result<()> {
         let (tokens, mut turns) = (first.shift.plan.chunk_tokens(), PairTurns::new(first.half));
         for start in (0..tokens).step_by(WINDOW_TOKENS) {
             let window = start..(start + WINDOW_TOKENS).min(tokens);
-            // SAFETY: the place is the host, also the table's, which `rows` compared; what others do
-            // with the slots meanwhile is excluded by whoever hands out slots, as for scatters.
+            // SAFETY: keys and table lie in host memory, as `rows` checked; the caller lets nobody
+            // else use the slots meanwhile, as for scatters.
             unsafe {
                 turns.make(first, window.clone());
                 alike.iter().for_each(|rows| rows.turn(&turns, window.clone()));

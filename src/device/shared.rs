@@ -2,8 +2,9 @@
 //! descriptor the others get.
 //!
 //! Invariants:
-//! - The file has its length for good: it is sealed against shrinking, so that no access faults.
-//! - Who uses which bytes is agreed on elsewhere. A slot says nothing of other processes.
+//! - The file keeps its length: it is sealed against shrinking and growing, so that no access
+//!   faults.
+//! - Which process uses which bytes is decided elsewhere (`tier`), not here.
 #![expect(unsafe_code, reason = "slots are raw parts of the region")]
 
 use std::any::Any;
@@ -24,7 +25,7 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// A mapping that other processes may have too.
 pub struct SharedRegion {
-    /// Before the mapping: what was pinned must be mapped until it no longer is.
+    /// Declared before the mapping, to be dropped before it: pinned memory must stay mapped.
     pins: Mutex<Vec<Pin>>,
     region: HostRegion,
     file: OwnedFd,
@@ -74,7 +75,7 @@ impl SharedRegion {
             return Err(Error::new(ErrorKind::InvalidInput, format!("{range:?} is not in the shared memory")));
         }
         let start = self.region.as_mut_ptr().wrapping_add(range.start);
-        // SAFETY: inside the mapping, which goes after the pins.
+        // SAFETY: inside the mapping, which is dropped after the pins.
         let pin = unsafe { mover.pin(start, range.len())? };
         self.pins.lock().push(pin);
         Ok(())
@@ -86,9 +87,8 @@ impl SharedRegion {
         self.file.as_fd()
     }
 
-    /// Takes the memory behind `range` away: whoever uses it next finds zeros in other memory, also
-    /// where a transfer of a process that has died still goes into the old one. An accelerator for
-    /// which it was pinned, by whatever process, still uses the old one.
+    /// Gives `range` new memory of zeros. A transfer that a process had begun before it died still
+    /// goes to the old memory; and so does an accelerator for which any process has pinned it.
     ///
     /// # Errors
     /// What the operating system says.
@@ -98,7 +98,7 @@ impl SharedRegion {
             .map_err(|e| Error::io("cannot give shared memory back", e.into()))
     }
 
-    /// The bytes in `range`, which the caller alone uses; `keeper` goes when the buffer does.
+    /// The bytes in `range`, which only the caller may use; `keeper` is dropped with the buffer.
     /// `None` where they are not in the region.
     #[must_use]
     pub fn slot(self: &Arc<Self>, range: Range<usize>, keeper: Box<dyn Any + Send + Sync>) -> Option<Buf> {
@@ -126,9 +126,8 @@ struct SharedSlot {
     _keeper: Box<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the range lies in the mapping, which this keeps; that nobody else uses it is what the
-// caller of `slot` answers for. The file never shrinks, and its bytes are zero before they are
-// written.
+// SAFETY: the range lies in the mapping, which this keeps; that nobody else uses it is the promise
+// of `slot`'s caller. The file never shrinks, and its bytes are zero before they are written.
 unsafe impl IoBuf for SharedSlot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.region.as_mut_ptr().wrapping_add(self.range.start)

@@ -4,9 +4,9 @@
 //! - A slot has one owner: it is in the free list, or in exactly one [`Buf`]. It comes back when
 //!   that `Buf` is dropped, on any thread, also long after its request timed out (until then it
 //!   counts as taken: quarantined).
-//! - Taking never waits. Hooks that learn of a slot coming back run outside locks, after the slot
-//!   is free.
-//! - The region lives until the last `Buf` is gone, whatever becomes of the pool.
+//! - Taking never waits. The hooks that are called when a slot comes back run outside locks, after
+//!   the slot is free.
+//! - The region lives until the last `Buf` is gone, also after the pool's last handle is dropped.
 //! - Slots are used last in, first out, so that a lightly used pool touches few pages.
 #![expect(unsafe_code, reason = "slots are raw parts of the region")]
 
@@ -85,7 +85,7 @@ impl StagingPool {
     /// be used by nobody else.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] where no slot, or more than 2³² slots, fit.
+    /// [`ErrorKind::Config`] where no slot fits, or 2³² slots or more do.
     pub fn over(region: Arc<dyn MemRegion>, place: MemorySpace, slot_bytes: usize) -> Result<Arc<Self>> {
         let slot_bytes = Self::rounded(slot_bytes)?;
         let slots = region.len() / slot_bytes;
@@ -100,7 +100,7 @@ impl StagingPool {
     /// from 64 KiB on.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for 0 and for what no memory holds.
+    /// [`ErrorKind::Config`] for 0, and for more bytes than an address can count.
     pub fn rounded(slot_bytes: usize) -> Result<usize> {
         let align = if slot_bytes >= LARGE_ALIGN { LARGE_ALIGN } else { SMALL_ALIGN };
         slot_bytes
@@ -135,8 +135,7 @@ impl StagingPool {
         self.free.lock().len()
     }
 
-    /// Slots that are in somebody's hands: in use, or quarantined behind I/O that hangs. Whoever
-    /// knows how many are in use learns the number of quarantined ones from the difference.
+    /// Slots that are taken: in use, or quarantined behind I/O that hangs.
     #[must_use]
     pub fn taken(&self) -> usize {
         self.slots - self.free()

@@ -1,7 +1,7 @@
 //! A geometry as JSON, for tools that know a cache but not the model that filled it.
 //!
-//! The names of the namespace and of the shard follow from a geometry. So a description that lies
-//! beside them is checked by them, and need not be trusted.
+//! A geometry gives the names of its namespace and shard. A description that lies in their
+//! directories is checked against those names, so it need not be trusted.
 
 use std::collections::BTreeMap;
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: every step goes from an open directory to one component of the path with
 //! `O_NOFOLLOW`, so that somebody who exchanges a component for a symlink in between gains nothing.
-//! The root itself is the operator's word and may be a symlink.
+//! The root itself is the operator's choice and may be a symlink.
 
 use std::ffi::{CString, OsStr};
 use std::fs::File;
@@ -17,8 +17,8 @@ use rustix::io::{Errno, retry_on_intr};
 use super::file::{FileOptions, symlink_error};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Makes `relative` and what is missing above it below the directory `root`, each with permission
-/// bits `mode`; what is there stays as it is.
+/// Makes the directory `relative` below `root`, and those missing between them, each with
+/// permission bits `mode`; directories that are there stay as they are.
 ///
 /// # Errors
 /// `InvalidInput` where `relative` is absolute or goes up, or a component is a symlink or no
@@ -88,7 +88,7 @@ fn open_at(dir: &File, name: &CString, flags: OFlags, mode: u32) -> io::Result<F
     Ok(File::from(retry_on_intr(open)?))
 }
 
-/// `O_DIRECTORY` with `O_NOFOLLOW` on a symlink gives `ENOTDIR`, as on a file.
+/// With `O_DIRECTORY` and `O_NOFOLLOW` a symlink gives `ENOTDIR`, as a file does.
 fn step_error(e: io::Error) -> Error {
     match e.raw_os_error() {
         Some(libc::ELOOP | libc::ENOTDIR) => symlink_error(),

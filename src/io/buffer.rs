@@ -99,15 +99,15 @@ impl Buf {
         Self(Box::new(memory), None)
     }
 
-    /// Keeps `companion` for as long as the memory is in use: a queue drops a buffer that it keeps
-    /// after a time-out when the I/O has really ended, and the companion with it.
+    /// Keeps `companion` for as long as the memory is in use. After a time-out the queue keeps the
+    /// buffer, and drops it with its companion when the I/O has really ended.
     #[must_use]
     pub fn with(mut self, companion: Companion) -> Self {
         self.1 = Some(companion);
         self
     }
 
-    /// Lets go of what [`with`](Self::with) keeps.
+    /// Drops the companion that [`with`](Self::with) added.
     pub fn part(&mut self) {
         self.1 = None;
     }

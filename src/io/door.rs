@@ -1,10 +1,10 @@
-//! The door of a queue: requests are taken or turned away here, and here the queue closes. One for
-//! all backends.
+//! The door of a queue: it takes requests or turns them away, and closes the queue. One for all
+//! backends.
 //!
-//! A backend is a [`Behind`]: it says what its lock guards, takes what passed the door, and ends
-//! when `close` was called. Invariants: a request is counted in flight before the backend has it,
-//! and only where it is taken; after the close began none is taken; a forked child gets an error
-//! and touches neither the lock nor a thread.
+//! A backend is a [`Behind`]: it has the state under the lock, serves the requests that were taken,
+//! and ends when the close has begun and nothing is in flight. Invariants: a request is counted in
+//! flight before the backend has it, and only where it is taken; after the close began none is
+//! taken; a forked child gets an error and touches neither the lock nor a thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ pub(super) type Taken = (Request, Instant, Arc<IoStats>);
 pub(super) struct Closing {
     begun: bool,
     abandon_at: Option<Instant>,
-    /// It closed because the kernel refused its calls with this `errno`.
+    /// The `errno` with which the kernel refused the queue's calls, where it closed for that.
     broken: Option<i32>,
 }
 
@@ -36,12 +36,12 @@ impl Closing {
         self.begun
     }
 
-    /// When those who still wait are turned away; the earliest of several closes counts.
+    /// When callers that still wait get `Closed`; the earliest deadline of several closes counts.
     pub(super) fn abandon_at(&self) -> Option<Instant> {
         self.abandon_at
     }
 
-    /// Whether those who still wait are turned away now.
+    /// Whether callers that still wait get `Closed` now.
     pub(super) fn abandons(&self, now: Instant) -> bool {
         self.abandon_at.is_some_and(|t| t <= now)
     }
@@ -62,7 +62,7 @@ pub(super) struct DoorFrame<T> {
     pub(super) spec: QueueSpec,
     pid: u32,
     pub(super) state: Mutex<T>,
-    /// The backend's threads tell closers that [`Behind::is_over`] may have changed.
+    /// Notified by the backend's threads when [`Behind::is_over`] may have changed.
     pub(super) ended: Condvar,
 }
 
@@ -87,22 +87,22 @@ pub(super) trait Behind: Send + Sync + 'static {
 
     fn closing(state: &mut Self::State) -> &mut Closing;
 
-    /// Takes a request over, under the lock; true where [`Behind::taken`] is to follow.
+    /// Takes a request over, under the lock; true where [`Behind::taken`] is to be called.
     fn take(&self, state: &mut Self::State, taken: Taken) -> bool;
 
     /// Memory to be registered; see [`Queue::register`].
     fn register(&self, _region: &Arc<dyn MemRegion>) {}
 
-    /// What is left to do for a request once the lock is released.
+    /// The rest of [`Behind::take`], with the lock released.
     fn taken(&self) {}
 
-    /// The close has begun: wakes whoever has to know.
+    /// Wakes the backend's threads when the close has begun.
     fn rouse(&self);
 
     /// Whether the close is complete: nothing is in flight and no thread is left.
     fn is_over(&self, state: &Self::State) -> bool;
 
-    /// Requests that keep the close from ending well.
+    /// Requests that have not ended; where there are any, the close returns an error.
     fn left(&self, state: &Self::State) -> usize;
 }
 

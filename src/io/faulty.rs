@@ -1,9 +1,9 @@
 //! Fault injection: a queue that fails, cuts short, corrupts, delays or swallows chosen requests of
 //! the queue below it.
 //!
-//! For tests of the rooms above and for rehearsals; nothing opens it by itself. Invariant: it keeps
-//! the contract of [`Queue`]: an accepted request is answered once, and a hanging buffer is held
-//! until [`Faulty::release`] or the close.
+//! For tests of the rooms above; nothing opens it by itself. Invariant: it keeps the contract of
+//! [`Queue`]: an accepted request is answered once, and a hanging buffer is held until
+//! [`Faulty::release`] or the close.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,7 +36,7 @@ pub enum Fault {
     Ignore,
     /// It is not taken: `Busy`.
     Busy,
-    /// It ends as it ends, but its completion is delayed by so much.
+    /// It is served as usual, but its completion is delayed by this long.
     Delay(Duration),
 }
 
@@ -82,7 +82,7 @@ impl Faulty {
         drop(held);
     }
 
-    /// Sends `request` on and gives its caller and its completion to `then`.
+    /// Submits `request` to the queue below, and gives its `done` and its completion to `then`.
     fn intercept(
         &self,
         mut request: Request,
@@ -104,7 +104,7 @@ impl Faulty {
         })
     }
 
-    /// Sends `request` on and gives its completion to `change` before the caller sees it.
+    /// Submits `request` to the queue below; the caller gets what `change` makes of its completion.
     fn pass(
         &self,
         request: Request,
@@ -123,8 +123,8 @@ impl Faulty {
         })
     }
 
-    /// Answers `request` with nothing moved, on a thread of its own, as callers rely on not being
-    /// called from `submit`.
+    /// Answers `request` with nothing moved. On a thread of its own, since `submit` must not call
+    /// back itself.
     fn answer(request: Request, result: Result<()>, keep: Option<Arc<Mutex<Vec<Buf>>>>) {
         let submitted = Instant::now();
         let Request { done, mut buf, .. } = request;

@@ -72,7 +72,7 @@ pub struct Alignment {
     pub offset: usize,
 }
 
-/// Told when a file that it knows is about to be closed.
+/// Notified when a file that it watches is about to be closed.
 pub(crate) trait FileWatcher: Send + Sync {
     /// The file with this id is gone; its descriptor closes right after.
     fn file_closed(&self, file_id: u64);
@@ -146,8 +146,8 @@ impl DirectFile {
         }
     }
 
-    /// Takes over an open descriptor; I/O on it is taken for buffered. For tests and for
-    /// descriptors received from others.
+    /// Takes over an open descriptor, as a buffered file. For tests and for descriptors from other
+    /// processes.
     #[must_use]
     pub fn from_file(file: File, name: impl AsRef<Path>) -> Self {
         Self::wrap(file, name.as_ref(), false)
@@ -202,8 +202,8 @@ impl DirectFile {
         self.mounted = Some(body);
     }
 
-    /// Turns `O_DIRECT` off again where `statx` says that the file cannot do it (or does it through
-    /// the page cache).
+    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, or do it
+    /// through the page cache.
     fn make_buffered(&mut self) -> Result<()> {
         self.direct = false;
         self.alignment = Alignment { memory: 1, offset: 1 };
@@ -230,8 +230,8 @@ impl DirectFile {
         self.direct
     }
 
-    /// Whether it has no offsets (a pipe): transfers take what comes next. Tests stand such files
-    /// in for a drive that hangs.
+    /// Whether it has no offsets (a pipe): transfers take the bytes that come next. Tests use such
+    /// files as drives that hang.
     #[must_use]
     pub fn is_stream(&self) -> bool {
         self.stream
@@ -483,14 +483,13 @@ pub(super) fn symlink_error() -> Error {
         .advice("remove it: the cache is never opened through symlinks")
 }
 
-/// What the kernel says direct I/O on `file` needs; `None` where it is too old to say, offset 0
-/// where it cannot do it.
+/// The alignment that direct I/O on `file` needs, by the kernel. `None` where the kernel is too old
+/// to say; offset 0 where the file cannot do direct I/O.
 fn dio_alignment(file: &File) -> Option<Alignment> {
     let st = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
-    StatxFlags::from_bits_retain(st.stx_mask).contains(StatxFlags::DIOALIGN).then(|| Alignment {
-        memory: st.stx_dio_mem_align.max(1) as usize,
-        offset: st.stx_dio_offset_align as usize,
-    })
+    StatxFlags::from_bits_retain(st.stx_mask)
+        .contains(StatxFlags::DIOALIGN)
+        .then(|| Alignment { memory: st.stx_dio_mem_align.max(1) as usize, offset: st.stx_dio_offset_align as usize })
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! The requests of one queue as a state machine: split into blocks, put in order, timed out, ended.
 //! Shared by every backend, so that all of them mean the same by a time-out, a short transfer or a
-//! flush.
+//! flush. A job is a request that was taken.
 //!
 //! Invariants: a job's buffer leaves the table only when none of its blocks is outstanding; its
-//! caller gets one completion; a flush is issued only when no earlier write to its file is
-//! outstanding. No I/O, no lock, no clock of its own: backends call in.
+//! caller gets one completion; a flush is issued only when every earlier write to its file has
+//! ended. No I/O, no lock, no clock of its own: backends call in.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
@@ -17,7 +17,7 @@ use super::request::{Caller, Op, Request};
 use super::stats::IoStats;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A block that the kernel gave back with EAGAIN or EINTR is tried again this often.
+/// A block that the kernel gave back with `EAGAIN` or `EINTR` is tried again at most this often.
 const MAX_TRIES: u32 = 64;
 
 /// Part of a job that goes to the kernel as one transfer.
@@ -49,7 +49,7 @@ pub(super) struct IoPiece {
 pub(super) enum Failed {
     /// The system call's `errno`.
     Errno(i32),
-    /// What a backend says that does more than one system call; told to the caller as it is.
+    /// The error of a backend that does more than one system call; the caller gets it unchanged.
     Because(Error),
 }
 
@@ -59,7 +59,7 @@ impl From<i32> for Failed {
     }
 }
 
-/// What became of a block: bytes moved, or why not.
+/// How a block ended: bytes moved, or why not.
 pub(super) type Moved = std::result::Result<usize, Failed>;
 
 struct IoJob {
@@ -74,25 +74,28 @@ struct IoJob {
     deadline: Instant,
     /// Bytes handed out as spans.
     issued: usize,
+    /// Spans that were handed out and have not ended, those to be tried again included.
     outstanding: usize,
+    /// `None` when the caller already has its completion.
     caller: Option<Caller>,
     failed: Option<Error>,
     stats: Arc<IoStats>,
 }
 
-/// News for a caller, to be delivered outside any lock.
+/// The end of a job, or an early completion for its caller; to be delivered outside any lock.
 #[must_use]
 pub(super) struct Ended {
     caller: Option<Caller>,
     result: Result<()>,
     buf: Option<Buf>,
+    /// `None` while blocks of the job are still outstanding.
     file: Option<Arc<DirectFile>>,
     stats: Arc<IoStats>,
     quarantined: bool,
 }
 
 impl Ended {
-    /// Tells the caller, or gives a quarantined buffer back.
+    /// Calls the caller back, or drops a buffer that was kept after a time-out.
     pub(super) fn deliver(self) {
         if self.file.is_some() {
             self.stats.leave();
@@ -108,8 +111,8 @@ impl Ended {
     }
 }
 
-/// A read that another queue is to answer, into other memory: its own stays behind with a call that
-/// hangs.
+/// A read that another queue is to serve into other memory, since a call that hangs may still write
+/// to its own.
 pub(super) struct Detached {
     pub(super) caller: Caller,
     pub(super) file: Arc<DirectFile>,
@@ -119,16 +122,17 @@ pub(super) struct Detached {
     pub(super) deadline: Instant,
 }
 
-/// What is next.
+/// What the next block is taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Upcoming {
     /// Bytes that are left; 0 for a flush.
     pub(super) bytes: usize,
-    /// It was cut before: it goes whole or not at all.
+    /// It is a block to be tried again, which keeps its length.
     pub(super) cut: bool,
 }
 
-/// Callers whose time is up, and the jobs that still have blocks in the kernel.
+/// Completions for callers whose time is up, and those of their jobs that still have blocks
+/// outstanding.
 #[derive(Default)]
 pub(super) struct Expired {
     pub(super) ended: Vec<Ended>,
@@ -144,8 +148,9 @@ pub(super) struct Jobs {
     block_bytes: usize,
     /// Jobs with bytes still to hand out, in order of submission.
     backlog: VecDeque<usize>,
-    /// Flushes that wait for earlier writes, and those that wait no more.
+    /// Flushes that wait for earlier writes.
     parked: Vec<usize>,
+    /// Flushes whose earlier writes have ended.
     ready: VecDeque<usize>,
     retries: VecDeque<IoSpan>,
     /// No deadline is earlier than this; may be earlier than every deadline.
@@ -222,7 +227,8 @@ impl Jobs {
         self.next_within(self.block_bytes)
     }
 
-    /// The next block, of at most `most` bytes. One that was cut before and is longer stays.
+    /// The next block, of at most `most` bytes. A block to be tried again that is longer is left
+    /// out.
     pub(super) fn next_within(&mut self, most: usize) -> Option<IoPiece> {
         let fits = self.retries.iter().position(|span| span.len <= most);
         if let Some(span) = fits.and_then(|at| self.retries.remove(at)) {
@@ -246,7 +252,7 @@ impl Jobs {
         None
     }
 
-    /// What `next` would take a block of.
+    /// What `next` would take a block from.
     pub(super) fn upcoming(&mut self) -> Option<Upcoming> {
         if let Some(span) = self.retries.front() {
             return Some(Upcoming { bytes: span.len, cut: true });
@@ -303,21 +309,24 @@ impl Jobs {
         Some((job.deadline, job.deadline.saturating_duration_since(job.submitted)))
     }
 
-    /// Whether nobody waits for what is still outstanding of a job: it failed, or its caller was
-    /// told.
+    /// Whether nobody waits for the outstanding blocks of a job: it failed, or its caller has its
+    /// completion.
     pub(super) fn is_dying(&self, job: usize) -> bool {
         self.slots.get(job).and_then(Option::as_ref).is_none_or(|j| j.failed.is_some() || j.caller.is_none())
     }
 
-    /// A job's number and the bytes of its memory where it is a read that somebody waits for.
+    /// A job's number and the bytes of its memory where it is a read that somebody waits for and
+    /// that has blocks outstanding.
     pub(super) fn awaited_read(&self, job: usize) -> Option<(u64, usize)> {
         let job = self.slots.get(job)?.as_ref()?;
         let len = job.buf.as_ref().map(Buf::len)?;
-        (job.op == Op::Read && job.caller.is_some() && job.failed.is_none()).then_some((job.seq, len))
+        let is_waiting = job.caller.is_some() && job.failed.is_none() && job.outstanding > 0;
+        (job.op == Op::Read && is_waiting).then_some((job.seq, len))
     }
 
-    /// Parts the caller from the job with this number, which hands out no more and keeps its memory
-    /// until its blocks are back.
+    /// Takes the caller from the job with this number. The job issues no more blocks, and keeps its
+    /// memory until those outstanding have ended. `None` where the job has ended meanwhile, or
+    /// nothing of it is outstanding: then it goes on as before.
     pub(super) fn detach(&mut self, id: usize, seq: u64) -> Option<Detached> {
         if self.awaited_read(id).is_none_or(|(number, _)| number != seq) {
             return None;
@@ -337,8 +346,8 @@ impl Jobs {
         })
     }
 
-    /// Takes a block back that no longer touches the job's memory although its end is not known.
-    /// The job must be given up next.
+    /// Counts a block as ended that does not touch the job's memory any more, though its I/O goes
+    /// on. The job must be given up next.
     pub(super) fn withdraw(&mut self, span: IoSpan) {
         if let Some(job) = self.slots.get_mut(span.job).and_then(Option::as_mut) {
             job.outstanding = job.outstanding.saturating_sub(1);
@@ -352,12 +361,12 @@ impl Jobs {
     }
 
     /// The kernel is done with `span`: bytes moved, or an `errno` (positive). Gives the end of its
-    /// job where this was the last.
+    /// job if this was its last block.
     pub(super) fn span_ended(&mut self, span: IoSpan, moved: std::result::Result<usize, i32>) -> Option<Ended> {
         self.block_ended(span, moved.map_err(Failed::Errno))
     }
 
-    /// The same for backends with more to say.
+    /// The same for backends whose errors are more than an `errno`.
     pub(super) fn block_ended(&mut self, span: IoSpan, moved: Moved) -> Option<Ended> {
         let job = self.slots.get_mut(span.job)?.as_mut()?;
         let dying = job.failed.is_some() || job.caller.is_none();
@@ -376,7 +385,7 @@ impl Jobs {
         self.end_if_over(span.job)
     }
 
-    /// Hands out no more of a job; blocks that were to be tried again count as back.
+    /// Issues no more blocks of a job; those that were to be tried again count as ended.
     fn stop_issuing(&mut self, id: usize) {
         for list in [&mut self.backlog, &mut self.ready] {
             list.retain(|j| *j != id);
@@ -423,7 +432,7 @@ impl Jobs {
         self.parked = parked;
     }
 
-    /// Tells every caller whose deadline has passed.
+    /// Gives up every job whose deadline has passed.
     pub(super) fn expire(&mut self, now: Instant) -> Expired {
         if self.next_check().is_none_or(|t| now < t) {
             return Expired::default();
@@ -441,7 +450,7 @@ impl Jobs {
         expired
     }
 
-    /// Tells every caller that the queue closes without them, or that it broke with an `errno`.
+    /// Gives up every job, because the queue closes or because it broke with this `errno`.
     pub(super) fn abandon(&mut self, broken: Option<i32>) -> Expired {
         self.next_check = None;
         let error = |j: &IoJob| broken.map_or_else(super::closed, super::broken).at(j.file.path()).offset(j.offset);
@@ -458,7 +467,7 @@ impl Jobs {
             let Some(job) = self.slots[id].as_mut() else { continue };
             let e = error(job);
             if job.outstanding == 0 {
-                // Nothing of it is in the kernel, so the buffer can go straight back.
+                // Nothing of it is outstanding, so the caller gets the buffer back.
                 job.failed = Some(e);
                 out.ended.extend(self.end_if_over(id));
                 continue;

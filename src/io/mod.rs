@@ -4,16 +4,30 @@
 //! buffer to a [`Queue`] and are called back with a [`Completion`]. A submit never blocks its
 //! caller, and no memory is handed back while the kernel may still use it.
 //!
-//! Backends for host memory are `uring` (one owner thread per queue) and `threads` (a pool of
-//! `pread`/`pwrite`); `probe` finds by trying which one runs, and reports it in [`PathReport`]. For
-//! an accelerator's memory `router` gives requests to `cufile`, or to `bounce`, which goes through
-//! pinned memory. `door` and `jobs` are the parts that all backends share; `throttle` and `pace`
-//! limit what the kernel has at once; `faulty` and `mount` stand in for drives in tests.
-//!
 //! Invariants: exact length or an error; every accepted request is answered once, at its time-out
 //! at the latest; a buffer in flight belongs to its queue; bounded queues reject instead of
 //! waiting; a forked child gets an error and touches nothing. This room knows no keys, segments or
 //! layers, and no memory but through [`IoBuf`].
+//!
+//! The files of all backends:
+//! - `request`, `buffer`: a request, its completion, and its memory.
+//! - `door`: takes or rejects requests, and closes a queue. `jobs`: splits requests into blocks and
+//!   times them out. `stats`: counts them.
+//! - `probe`: tries which backend works, and reports it in [`PathReport`].
+//! - `throttle`, `pace`: how many writes and reads the kernel gets at once.
+//!
+//! The backends:
+//! - `uring/`: `io_uring`, with one owner thread per queue.
+//! - `pool`: a pool of threads for calls that block; `threads` is the one with `pread` and
+//!   `pwrite`.
+//! - `router`: gives requests for an accelerator's memory to `cufile/`, or to `bounce/`, which goes
+//!   through pinned memory. `mover`: the copies that they need of the accelerator.
+//! - `faulty`, `mount`: queues with faults and stand-in disks, for tests.
+//!
+//! Beside the queues:
+//! - `file`, `beneath`, `remove`: opens files, also without following symlinks, and removes them.
+//! - `event`: an eventfd. `os`: calls that the standard library lacks. `program`: where the
+//!   `forebay` program is.
 
 mod beneath;
 mod bounce;
@@ -141,8 +155,8 @@ pub struct IoOptions {
     pub regions: Vec<Arc<dyn MemRegion>>,
     /// An accelerator whose memory the queues serve too.
     pub device: Option<DeviceSide>,
-    /// Keep no more reads in the kernel than come back within this time, so that those asked for
-    /// first come first; `None` for exactly `iodepth` (`io_uring`).
+    /// Keep no more reads in the kernel than come back within this time, so that those submitted
+    /// first come back first; `None` for always up to `iodepth` (`io_uring`).
     pub read_latency: Option<Duration>,
     /// Slow writes down while reads suffer from them.
     pub write_throttle: bool,
@@ -199,7 +213,7 @@ impl IoOptions {
     }
 }
 
-/// The way of a queue's bytes.
+/// Whether a queue reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Read,
@@ -219,7 +233,7 @@ impl Direction {
 #[derive(Clone)]
 struct QueueSpec {
     direction: Direction,
-    /// The memory that it serves.
+    /// Where the memory of its requests lies.
     place: MemorySpace,
     options: IoOptions,
     gauge: Arc<ReadGauge>,
@@ -231,8 +245,8 @@ struct QueueSpec {
 
 /// A queue as other queues of this room use it.
 trait QueueBackend: Queue {
-    /// [`Queue::submit`] for a part of a request of another queue: counted in `stats`, and not
-    /// bounded, as the other queue is.
+    /// [`Queue::submit`] for a part of a request of another queue. It is counted in `stats`. No
+    /// limit holds, since the other queue has one already.
     fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected>;
 }
 
@@ -274,6 +288,7 @@ fn closed() -> Error {
 
 fn broken(errno: i32) -> Error {
     Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno))
+        .advice("see the kernel log, and open the cache again")
 }
 
 fn left_over(left: usize, name: &str) -> Error {

@@ -1,8 +1,8 @@
-//! Stand-in disks: below a directory where one is mounted, the files that it takes are not the
-//! kernel's.
+//! Stand-in disks: a [`Disk`] that is mounted at a directory serves files below it in the kernel's
+//! place.
 //!
-//! For tests that must decide what of a file a crash leaves; nothing mounts one by itself. Names of
-//! directories, locks and shared memory stay with the kernel. Invariant: a path that no mounted
+//! For tests that decide which bytes of a file a crash leaves; nothing mounts one by itself.
+//! Directories, locks and shared memory stay with the kernel. Invariant: a path that no mounted
 //! disk takes is handled as if there were none.
 
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use parking_lot::RwLock;
 use super::file::{DirectFile, FileOptions};
 use crate::error::Result;
 
-/// A disk in the place of the kernel's files.
+/// Serves files in the kernel's place.
 pub trait Disk: Send + Sync {
     /// Whether the file at `path` is this disk's.
     fn takes(&self, path: &Path) -> bool;
@@ -129,7 +129,7 @@ pub(super) fn disk_of(path: &Path) -> Option<Arc<dyn Disk>> {
     below(|root, disk| path.starts_with(root) && disk.takes(path))
 }
 
-/// Length in bytes of the file at `path`, which is not followed; `None` where there is none.
+/// Length in bytes of the file at `path`, without following a symlink; `None` where there is none.
 #[must_use]
 pub fn file_len(path: &Path) -> Option<u64> {
     match disk_of(path) {

@@ -1,8 +1,8 @@
-//! What the queues need of an accelerator: copies between its memory and the host's, for bytes that
-//! have no direct way.
+//! What the queues need of an accelerator: copies between its memory and the host's, where cuFile
+//! does not move the bytes directly.
 //!
-//! This room knows no accelerator. The device room implements [`Mover`], and whoever opens a drive
-//! passes it in [`DeviceSide`].
+//! This room knows no accelerator. The device room implements [`Mover`]; the rooms that open a
+//! drive pass it in [`DeviceSide`].
 #![expect(unsafe_code, reason = "copies name memory by its address only")]
 
 use std::any::Any;
@@ -38,8 +38,8 @@ impl fmt::Debug for Copying {
 /// Host memory is pinned as long as this lives.
 pub type Pin = Box<dyn Any + Send + Sync>;
 
-/// Copies between host memory and one accelerator's. Submitting never blocks; what goes wrong comes
-/// through `done`.
+/// Copies between host memory and one accelerator's. Submitting never blocks; errors come through
+/// `done`.
 pub trait Mover: Send + Sync + 'static {
     /// The accelerator whose memory it reaches.
     fn place(&self) -> MemorySpace;
@@ -48,7 +48,7 @@ pub trait Mover: Send + Sync + 'static {
     ///
     /// # Safety
     /// Until `done` is called, `len` bytes at `host` must be readable and `len` bytes at `device`
-    /// writable by the accelerator, and nobody else may write the former or use the latter.
+    /// writable by the accelerator; nobody else may write those at `host` or use those at `device`.
     unsafe fn to_device(&self, copying: Copying);
 
     /// Copies from the accelerator's memory into the host's.
@@ -77,10 +77,9 @@ pub trait Mover: Send + Sync + 'static {
     }
 
     /// Fresh memory of the accelerator, for a read whose own memory a hung call may still write to.
-    /// Nothing needs it while all is well.
     ///
     /// # Errors
-    /// `Unsupported` where there is none to be had: such a read times out. What the driver says.
+    /// `Unsupported` where there is none: the read times out. What the driver says.
     fn spare(&self, _bytes: usize) -> Result<Buf> {
         Err(Error::new(ErrorKind::Unsupported, "this accelerator has no spare memory"))
     }
@@ -113,9 +112,7 @@ pub fn copy_buf(
     let copying = Copying { device, host, len, done: Box::new(move |result| done(result, (from, to))) };
     // SAFETY: `len` bytes of each of the buffers, which `done` owns; the one that is written is its
     // alone.
-    unsafe {
-        if is_in { mover.to_device(copying) } else { mover.to_host(copying) }
-    }
+    unsafe { if is_in { mover.to_device(copying) } else { mover.to_host(copying) } }
 }
 
 /// Whether and how cuFile is used for an accelerator's memory.
@@ -134,13 +131,13 @@ pub enum CufileChoice {
 /// An accelerator whose memory a drive's queues are to serve besides the host's.
 #[derive(Clone)]
 pub struct DeviceSide {
-    /// Copies for bytes without a direct way.
+    /// Copies, where cuFile does not move the bytes.
     pub mover: Arc<dyn Mover>,
     /// Staging memory in the accelerator, to register with cuFile.
     pub regions: Vec<Arc<dyn MemRegion>>,
     /// Whether cuFile is used.
     pub cufile: CufileChoice,
-    /// Bytes of host memory through which bytes go that have no direct way, per queue.
+    /// Bytes of pinned host memory per queue, for `bounce`.
     pub pinned_bytes: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Questions to the operating system that the standard library does not ask.
+//! Calls of the operating system and of the C library that the standard library does not have.
 
 use std::path::Path;
 
@@ -11,14 +11,14 @@ use crate::error::{Error, Result};
 /// it, in bytes.
 ///
 /// # Errors
-/// What the operating system says; `InvalidInput` for a path with a zero byte.
+/// What the operating system says.
 pub fn file_system_bytes(path: &Path) -> Result<(u64, u64)> {
-    let st = statvfs(path)
-        .map_err(|e| Error::io("cannot ask the file system for its free space", e.into()).at(path))?;
+    let st =
+        statvfs(path).map_err(|e| Error::io("cannot ask the file system for its free space", e.into()).at(path))?;
     Ok((st.f_blocks.saturating_mul(st.f_frsize), st.f_bavail.saturating_mul(st.f_frsize)))
 }
 
-/// The number by which the kernel knows the kind of file system that `path` lies on.
+/// The kernel's number for the kind of file system that `path` lies on.
 pub(super) fn file_system_magic(path: &Path) -> Result<u64> {
     let st = statfs(path).map_err(|e| Error::io("cannot ask for the kind of file system", e.into()).at(path))?;
     Ok(st.f_type as u64)
@@ -32,8 +32,8 @@ pub fn boot_clock_ns() -> u64 {
     (t.tv_sec as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec as u64)
 }
 
-/// Gives the heap's free pages back to the system, which glibc keeps otherwise: after work that
-/// took much memory once.
+/// Gives the heap's free pages back to the system; glibc would keep them. For the end of work that
+/// took much memory.
 #[cfg_attr(target_env = "gnu", expect(unsafe_code, reason = "a call of glibc's allocator"))]
 pub(crate) fn trim_heap() {
     #[cfg(target_env = "gnu")]

@@ -1,11 +1,11 @@
 //! How many reads may be in the kernel at once: enough to keep the drive busy, and no more.
 //!
-//! A drive serves what it holds side by side, so every read beyond what saturates it delays the
-//! reads before it: the first layer of a load would arrive when all layers in the kernel do. The
-//! window grows while reads come back within the wanted latency and shrinks while they do not; by
-//! Little's law it settles where the drive is saturated at that latency. Invariant: it stays
-//! between the floor (some MiB, so that no drive starves) and the depth. Nothing here waits or
-//! reads a clock.
+//! A drive serves all reads that it has side by side, so each read beyond what saturates it delays
+//! the reads before it: the first layer of a load would arrive together with the last. The window
+//! grows while reads come back within the wanted latency and shrinks while they do not; by Little's
+//! law it settles where the drive is saturated at that latency. Invariant: it stays between the
+//! floor (4 MiB and 4 blocks, so that no drive idles) and the depth. Nothing here waits or reads a
+//! clock.
 
 use std::time::Duration;
 
@@ -24,8 +24,8 @@ pub(super) struct ReadWindow {
     depth: usize,
     allowed: usize,
     average_ns: u64,
-    /// Ends of reads until the window may change again: one round trip, so that a change shows
-    /// before the next.
+    /// Reads that must end before the window may change again: as many as it allows, so that the
+    /// effect of a change is measured before the next.
     hold: usize,
 }
 
@@ -45,7 +45,7 @@ impl ReadWindow {
         self.allowed
     }
 
-    /// One read ended after `latency_ns`; `full` says that the window was what kept more from
+    /// One read ended after `latency_ns`; `full` says that only the window kept more reads from
     /// starting.
     pub(super) fn read_ended(&mut self, latency_ns: u64, full: bool) {
         let Some(wanted) = self.wanted_ns else { return };

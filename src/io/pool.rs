@@ -1,11 +1,11 @@
 //! A queue served by a pool of threads, each of which moves one block after the other by calls that
 //! block.
 //!
-//! What a call is says the [`Transfer`]: `threads.rs` calls the kernel, `cufile/` calls cuFile.
-//! Invariants: no lock is held over a transfer or a callback; a thread that hangs in a transfer is
-//! replaced, up to one spare per thread, so that one bad block does not stop the queue; all threads
-//! sleep while there is nothing to do. A watchdog thread tells time-outs and sleeps without a timer
-//! while nothing is in flight.
+//! The pool's [`Transfer`] makes the calls: that of `threads.rs` to the kernel, that of `cufile/`
+//! to cuFile. Invariants: no lock is held over a transfer or a callback; a thread that hangs in a
+//! transfer is replaced, up to one spare per thread, so that one bad block does not stop the queue;
+//! all threads sleep while there is nothing to do. A watchdog thread answers callers whose time is
+//! up, and sleeps without a timer while nothing is in flight.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 pub(super) struct BlockJob<'a> {
     pub(super) piece: &'a IoPiece,
     pub(super) file: &'a Arc<DirectFile>,
-    /// When the request that it is part of will have waited long enough.
+    /// The deadline of the request that it is part of.
     pub(super) deadline: Instant,
 }
 
@@ -40,8 +40,9 @@ pub(super) trait Transfer: Send + Sync + 'static {
     /// Moves a block, or flushes a file; may block.
     fn run(&self, block: &BlockJob<'_>) -> Moved;
 
-    /// The part of a request's time that a call may take before it is taken for hung; the rest is
-    /// for what waits behind it. `None` for until the request's time is up.
+    /// How long a call may take before it counts as hung, given its request's time-out. The rest of
+    /// that time is for serving the request another way. `None`: a call counts as hung when its
+    /// request times out.
     fn patience(&self, _whole: Duration) -> Option<Duration> {
         None
     }
@@ -49,12 +50,12 @@ pub(super) trait Transfer: Send + Sync + 'static {
     /// A call was found to hang.
     fn hangs(&self) {}
 
-    /// Memory for a read whose own is held by a call that hangs; may hang as well.
+    /// Other memory for a read whose own a call that hangs may still write to; may hang as well.
     fn spare(&self, _bytes: usize) -> Option<Buf> {
         None
     }
 
-    /// Serves such a read.
+    /// Serves a read into memory from [`Transfer::spare`].
     fn serve(&self, _read: Detached, _into: Buf) {}
 
     /// The queue is closed and nothing is in flight.
@@ -72,10 +73,10 @@ pub(super) struct PoolShared {
     watch: Condvar,
 }
 
-/// A block in a transfer.
+/// A transfer of a block that has not returned.
 struct Call {
     span: IoSpan,
-    /// When it will have taken too long.
+    /// When it counts as hung, where that is before the request's deadline.
     patience: Option<Instant>,
     hung: bool,
 }
@@ -88,13 +89,14 @@ pub(super) struct PoolState {
     calls: Vec<Option<Call>>,
     running: usize,
     hung: usize,
-    /// Worker threads; those that wait for work.
+    /// Worker threads.
     alive: usize,
+    /// Those of them that wait for work.
     idle: usize,
     /// Wake-ups given to idle threads and not yet taken.
     woken: usize,
     watching_until: Option<Instant>,
-    /// The watchdog has not ended.
+    /// The watchdog thread has not ended.
     watched: bool,
 }
 
@@ -336,8 +338,8 @@ impl PoolShared {
         self.frame.ended.notify_all();
     }
 
-    /// Has reads answered that wait for hung calls, where there is other memory for them. On a
-    /// thread of its own, as whatever holds the calls up may hold this up too.
+    /// Serves reads that wait for hung calls into other memory, where there is any. On a thread of
+    /// its own, since getting that memory may hang for the same reason as the calls.
     fn serve_elsewhere(self: &Arc<Self>, state: &mut PoolState, mut hung: Vec<usize>) {
         hung.sort_unstable();
         hung.dedup();

@@ -1,8 +1,9 @@
 //! Which backend a drive gets: found by trying, best first, and reported with the reasons against
 //! the better ones.
 //!
-//! Invariant: the active path is never a guess; a path is active only after a real write and read
-//! through it.
+//! Invariant: a path for host memory is active only after a write and a read through it, in the
+//! drive's directory or, without one, in memory. cuFile's paths are tried by `cufile/`; `bounce` is
+//! the host's path and a copy, and is not tried by itself.
 
 use std::fmt;
 use std::path::Path;
@@ -20,10 +21,10 @@ use super::{
 use super::{Direction, Queue, QueueBackend, QueueSpec, ReadGauge};
 use crate::error::{Error, ErrorKind, Result};
 
-/// A trial that takes longer has failed.
+/// Time-out of each of a trial's three requests.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A way of the bytes between drive and memory.
+/// The way that bytes take between drive and memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -64,8 +65,8 @@ impl fmt::Display for IoPath {
     }
 }
 
-/// Remarks on the active path that may still come while it runs (such as registered buffers given
-/// up).
+/// Remarks on the active path. More may be added while the queues run, such as that no more buffers
+/// can be registered.
 #[derive(Clone, Default)]
 pub struct Notes(Arc<Mutex<Vec<String>>>);
 

@@ -1,13 +1,14 @@
-//! Where the `forebay` program lies, for processes that are not it and not next to it.
+//! The path of the `forebay` program, for processes that do not find it by themselves, such as
+//! Python's.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Says where the `forebay` program lies; cuFile is tried in it first, since its driver can hang.
-/// The first call counts. Without it: the file named by `FOREBAY_PROGRAM`, one next to this
-/// process's own, or the first on `PATH`.
+/// Sets the path of the `forebay` program, which tries cuFile in its own process, since cuFile's
+/// driver can hang. The first call counts. `FOREBAY_PROGRAM` goes before it; without both it is the
+/// program next to this process's own, or the first on `PATH`.
 pub fn set_program(path: PathBuf) {
     let _ = PROGRAM.set(path);
 }

@@ -1,9 +1,9 @@
 //! Removing large files without stalling.
 //!
-//! A file system mounted with `discard` tells the drive of every extent of a removed file, one by
-//! one and waiting for each: the slots of small chunks with their gaps make a file of a million
-//! extents, which took half an hour to remove. Turning all of it into one unwritten extent first
-//! takes milliseconds.
+//! A file system mounted with `discard` tells the drive of each of a removed file's extents (here:
+//! runs of blocks) and waits each time. Slots of small chunks with gaps between them make a file of
+//! a million extents, which took half an hour to remove. Making it one unwritten extent first takes
+//! milliseconds.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -56,7 +56,7 @@ pub fn remove_tree(dir: &Path) -> Result<()> {
     fs::remove_dir(dir).map_err(failed)
 }
 
-/// Makes one extent of the file's blocks. What fails here only makes the removal slower.
+/// Makes the file's blocks one extent. If that fails, the removal is only slower.
 fn join_extents(path: &Path) {
     let opened: io::Result<File> =
         OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);

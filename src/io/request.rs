@@ -37,7 +37,7 @@ impl Op {
     }
 }
 
-/// Told the end of a request, on a thread of the queue: must be short; may submit.
+/// Called with a request's completion, on a thread of the queue: must be short; may submit.
 pub type Done = Box<dyn FnOnce(Completion) + Send>;
 
 /// One transfer. The queue splits it into blocks, several of which are in flight at once.
@@ -65,10 +65,10 @@ pub struct Request {
 pub struct Completion {
     /// `Ok` only if exactly the asked length moved.
     pub result: Result<()>,
-    /// The memory; for a read whose own is still with a call that hangs, other memory of at least
-    /// its length, whose bytes outside the transfer mean nothing. `None` where there was none,
-    /// and after a time-out: then the queue keeps it until the I/O has really ended and drops
-    /// it.
+    /// The request's memory. If a cuFile call hangs, a read may end with other memory of at least
+    /// the same length, whose bytes outside the transfer mean nothing. `None` for a flush, and
+    /// after a time-out or close while the kernel still used the memory: the queue drops it when
+    /// the I/O has really ended.
     pub buf: Option<Buf>,
     /// When the request was submitted.
     pub submitted: Instant,
@@ -76,7 +76,7 @@ pub struct Completion {
     pub finished: Instant,
 }
 
-/// A request that was not taken, and why. Boxed, so that the good way stays cheap.
+/// A request that was not taken, and why. The request is boxed, so that the usual result is small.
 #[derive(Debug)]
 pub struct Rejected {
     /// The request, untouched; its `done` will not be called.
@@ -86,7 +86,7 @@ pub struct Rejected {
 }
 
 impl Rejected {
-    /// Tells the request's caller why it was not taken, as its end.
+    /// Calls the request's `done` with the reason why it was not taken.
     pub fn answer(self) {
         let Self { request, error } = self;
         let now = Instant::now();
@@ -151,7 +151,7 @@ impl Request {
             let message = format!("this queue does not reach memory at {:?}", buf.place());
             return Err(Error::new(ErrorKind::Unsupported, message).at(self.file.path()));
         }
-        // Memory of an accelerator is reached by copies and by libraries that take any address.
+        // No alignment for an accelerator's memory: copies and cuFile take any address.
         let address = if place == MemorySpace::Host { buf.as_mut_ptr() as usize + self.buf_offset } else { 0 };
         self.file.check_alignment(address, self.offset, self.len)
     }
@@ -183,7 +183,7 @@ impl Caller {
         Self { done: Some(done), submitted, bytes, op, stats }
     }
 
-    /// Tells the end. A panic of the callback is logged and goes no further.
+    /// Calls back with the result. A panic of the callback is logged and goes no further.
     pub(super) fn tell(mut self, result: Result<()>, buf: Option<Buf>) {
         self.tell_once(result, buf);
     }

@@ -40,7 +40,7 @@ impl DevicePath {
         Self(Arc::new(Mutex::new(CurrentPath { active, reasons })))
     }
 
-    /// `from` is no longer used: everything goes through pinned memory from here on.
+    /// Notes that `from` is no longer used, and that everything goes through pinned memory.
     pub(super) fn fall_back(&self, from: IoPath, why: String) {
         let mut found = self.0.lock();
         found.active = IoPath::Bounce;
@@ -72,8 +72,8 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     let (for_reads, less) = pinned(&*side.mover, side.pinned_bytes)?;
     let (for_writes, less_too) = pinned(&*side.mover, side.pinned_bytes)?;
     let mut below = IoOptions { device: None, ..options.clone() };
-    // Where nothing can be written the host's queues are tried in memory; cuFile says for itself
-    // that it may not.
+    // Where the directory cannot be written to, the host's queues are tried in memory. cuFile's
+    // trial gets the directory all the same, to report the refusal.
     below.trial_dir = below.trial_dir.filter(|dir| DirectFile::temporary_in(dir).is_ok());
     below.regions.extend([Arc::clone(&for_reads), Arc::clone(&for_writes)]);
     let mut host = open_host(&below)?;
@@ -121,7 +121,7 @@ fn spec(options: &IoOptions, host: &Host, direction: Direction, place: MemorySpa
 
 /// A queue for both kinds of memory.
 struct Router {
-    /// cuFile's, and whether it is still used.
+    /// cuFile's queue, and whether it is still used.
     direct: Option<(Pool, Arc<CufileHealth>)>,
     bounce: Arc<dyn QueueBackend>,
     host: Arc<dyn QueueBackend>,
@@ -134,7 +134,7 @@ impl Router {
     fn queue_for(&self, request: &Request) -> &dyn Queue {
         let place = request.buf.as_ref().map(Buf::place);
         match (&self.direct, place) {
-            // What none serves is refused by the host's queue, in its words.
+            // Memory that neither serves: the host's queue rejects the request.
             (_, Some(place)) if place != self.place => &*self.host,
             (Some((_, health)), Some(_)) if health.is_down() => &*self.bounce,
             (Some((pool, _)), _) => pool,
@@ -161,7 +161,7 @@ impl Queue for Router {
             return Err(forked());
         }
         self.closing.store(true, Ordering::Release);
-        // From the outermost inwards: what a queue has accepted still needs those below it.
+        // From the outermost inwards: requests of a queue still need the queues below it.
         let direct = self.direct.as_ref().map_or(Ok(()), |(pool, _)| pool.close(deadline));
         let bounce = self.bounce.close(deadline);
         self.host.close(deadline).and(bounce).and(direct)

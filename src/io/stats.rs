@@ -1,12 +1,12 @@
-//! Counters of one queue, for metrics to read.
+//! Counters for metrics: one set for all queues of a drive in one direction.
 //!
-//! Invariant: a request that was accepted is counted in flight until its I/O has really ended, also
-//! when its caller already has a time-out.
+//! Invariant: a request that was accepted is counted in flight until no I/O uses its memory, also
+//! after its caller got a time-out.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Counters of one queue; all only grow, but `in_flight` and `quarantined`.
+/// Counters of a queue; all but `in_flight` and `quarantined` only grow.
 #[derive(Debug, Default)]
 pub struct IoStats {
     in_flight: AtomicUsize,
@@ -25,8 +25,8 @@ pub struct IoStats {
 pub struct IoCounts {
     /// Requests accepted whose I/O has not ended.
     pub in_flight: usize,
-    /// Of these, requests whose caller has a time-out while their buffer waits for the I/O
-    /// to end.
+    /// Of these, requests that were given up, as by a time-out, while their buffer waits for the
+    /// I/O to end.
     pub quarantined: usize,
     /// Requests accepted.
     pub accepted: u64,

@@ -1,12 +1,13 @@
 //! Reads before writes: how many writes may be in the kernel while reads wait for the same drive.
 //!
-//! The read queue of a drive reports each block's service time (latency over the bytes that were
-//! queued in front of it, so that depth and block size cancel out). The baseline is what reads cost
-//! beside one write at most; while reads run beside more and cost over one and a half times the
-//! baseline, the write queue halves its depth, otherwise it grows by one. Beside one
-//! write the memory of worse times fades, so that the depth is tried again; until enough reads made
-//! a baseline, reads go first. Invariant: at least one write may always run, so writes are slowed
-//! but never starved. Nothing here waits or reads a clock.
+//! The read queue of a drive reports the cost of each block: its latency over the bytes that were
+//! in the kernel when it started, itself included, so that depth and block size cancel out. The
+//! baseline is the cost beside at most one write. While reads beside more writes cost over one and
+//! a half times the baseline, the write queue halves its depth; otherwise the depth grows by one.
+//! Each read beside at most one write moves the cost beside more writes towards the baseline, so
+//! that a larger depth is tried again. Until there are enough reads for a baseline, reads count as
+//! slowed. Invariant: at least one write may always run, so writes never starve. Nothing here waits
+//! or reads a clock.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -14,11 +15,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 const FACTOR_PERCENT: u64 = 150;
 /// The newest sample weighs 1/16.
 const WEIGHT_SHIFT: u32 = 4;
-/// The cost beside many writes fades towards the baseline by 1/64 with each read beside one write
-/// at most.
+/// The cost beside more writes moves by 1/64 towards the baseline with each read beside at most one
+/// write.
 const FADE_SHIFT: u32 = 6;
-/// The baseline falls at once and rises by 1/512 of the way with each read beside one write at
-/// most.
+/// The baseline falls at once, and rises by 1/512 of the way with each read beside at most one
+/// write.
 const RISE_SHIFT: u32 = 9;
 /// Reads that make a baseline.
 const BASELINE_SAMPLES: u64 = 32;
@@ -30,18 +31,18 @@ const SMALL_BYTES: usize = 256 << 10;
 pub struct ReadGauge {
     reads: AtomicUsize,
     writes: AtomicUsize,
-    /// Picoseconds per byte beside one write at most; 0 = no sample yet.
+    /// Picoseconds per byte beside at most one write, on average; 0 = no sample yet.
     light: AtomicU64,
-    /// The lowest of it of late: times of heavy writing leave the drive busy for a while after.
+    /// The recent minimum of `light`: a drive stays busy for a while after heavy writing.
     baseline: AtomicU64,
     baseline_samples: AtomicU64,
-    /// Picoseconds per byte beside more writes; 0 = no sample yet.
+    /// Picoseconds per byte beside more writes, on average; 0 = no sample yet.
     beside: AtomicU64,
 }
 
 impl ReadGauge {
-    /// A block of a read goes to the kernel. True where at most one write is there: to be given
-    /// back at its end.
+    /// A block of a read goes to the kernel. Gives whether at most one write is there, for
+    /// [`read_ends`](Self::read_ends).
     pub(super) fn read_starts(&self) -> bool {
         self.reads.fetch_add(1, Ordering::Relaxed);
         self.is_light()
@@ -76,7 +77,7 @@ impl ReadGauge {
                 blend(&self.beside, baseline, FADE_SHIFT);
             }
             (false, false) => _ = blend(&self.beside, sample, WEIGHT_SHIFT),
-            // Writes came or went meanwhile: the sample means nothing.
+            // The number of writes changed meanwhile, so the sample belongs to neither average.
             _ => {}
         }
     }
@@ -112,8 +113,8 @@ impl ReadGauge {
 pub(super) struct WriteWindow {
     depth: usize,
     allowed: usize,
-    /// Ends of writes until the window may change again: one round trip, so that a change shows
-    /// before the next.
+    /// Writes that must end before the window may change again: as many as it allows, so that the
+    /// effect of a change is measured before the next.
     hold: usize,
 }
 

@@ -1,9 +1,9 @@
 //! The layout of a paged KV cache: for every layer and plane, where a block, a token and a head
 //! start.
 //!
-//! A layout is only made with a check: strides of one plane never let two elements share a byte,
-//! and [`PagedLayout::memory_bytes`] is the exact reach into each memory, which whoever holds the
-//! memories compares with their lengths.
+//! Every layout is checked when it is made: the strides of a plane never let two of its elements
+//! share a byte. [`PagedLayout::memory_bytes`] is the exact reach into each memory, which
+//! `device::PagedKv` compares with the memories' lengths.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{LayerKind, LayerSpec, PlaneSpec};
@@ -94,8 +94,8 @@ impl PagedLayout {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where layers or planes do not match the specs, a dimension is
-    /// zero, an offset overflows, or two elements of a plane, or the first elements of two
-    /// planes, share bytes.
+    /// zero, an offset overflows, two elements of a plane share bytes, or two planes start at the
+    /// same byte.
     pub fn custom(specs: &[LayerSpec], layers: Vec<LayerView>) -> Result<Self> {
         if specs.len() != layers.len() || specs.is_empty() {
             return Err(invalid(format!("{} layer views for {} layers", layers.len(), specs.len())));
@@ -197,7 +197,7 @@ impl PagedLayout {
     }
 }
 
-/// More memories than any server has tensors.
+/// Most memories of a layout: more than any server has tensors.
 const MAX_MEMORIES: usize = 1 << 16;
 
 /// Heads and bytes of an element of each plane; an opaque block counts as one element.
@@ -223,8 +223,7 @@ fn plane_dims(l: usize, spec: &LayerSpec, view: &LayerView) -> Result<Vec<PlaneS
     Ok(dims)
 }
 
-/// The first byte after everything that `plane` can reach, having made sure that its elements do
-/// not overlap.
+/// The first byte after everything that `plane` can reach. An error where its elements overlap.
 fn reach(plane: &PlaneView, view: &LayerView, dims: PlaneSpec, block_tokens: u32) -> Result<usize, String> {
     let mut steps = vec![
         (plane.block_stride, view.num_blocks as usize, "block"),

@@ -17,7 +17,7 @@ pub struct TokenRun {
     pub len: u32,
 }
 
-/// What a plan says of one block-sized piece of the chunk, for layers whose blocks are moved whole.
+/// Where one block-sized piece of the chunk lies, for layers whose blocks are moved whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockUse {
     /// Which block-sized piece of the chunk.
@@ -132,7 +132,7 @@ impl ChunkPlan {
         self.tokens as usize
     }
 
-    /// Tokens that the slot mapping spoke of, skipped ones included.
+    /// Tokens of the slot mapping, skipped ones included.
     #[must_use]
     pub fn chunk_tokens(&self) -> usize {
         self.chunk_tokens as usize

@@ -119,7 +119,7 @@ pub fn borrow(ordinal: u32, memory: &Memory) -> Arc<CudaMemory> {
     unsafe { CudaMemory::from_raw(ordinal, memory.address(), memory.len(), None) }.unwrap()
 }
 
-/// Yields until `is_so`: for what other threads do without a message to anybody.
+/// Yields until a condition holds, for events of which no thread notifies the test.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -128,7 +128,7 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Further options of a job.
+/// The other fields of a job.
 #[derive(Default)]
 pub struct With {
     pub gate: Arc<Gate>,

@@ -16,11 +16,11 @@ use forebay::io::{AlignedBuf, TrialMemory, cufile_trial};
 const CHILD: &str = "FOREBAY_TEST_CHILD";
 const TRIAL: &str = "FOREBAY_TEST_TRIAL_DIR";
 const TRIAL_GPU: &str = "FOREBAY_TEST_TRIAL_GPU";
-/// Trials use the memory of the GPU that they are given.
+/// Set where trials are to use the memory of the GPU that they are told.
 pub const WITH_CUDA: &str = "FOREBAY_TEST_WITH_CUDA";
 
-/// The test program's answer to `--cufile-trial`: a trial with host memory, where the program is
-/// asked for one.
+/// Runs a cuFile trial where the test program was started for one (`--cufile-trial`): with host
+/// memory, or with a GPU's where [`WITH_CUDA`] is set.
 pub fn trial_program() {
     let Some(dir) = std::env::var_os(TRIAL) else { return };
     let memory = match std::env::var(TRIAL_GPU).ok().filter(|_| std::env::var_os(WITH_CUDA).is_some()) {
@@ -34,7 +34,7 @@ pub fn trial_program() {
     println!("\n{}", report.to_line().unwrap());
 }
 
-/// A device with staging of so many slots of a MiB.
+/// A device, and staging of `slots` MiB-sized slots in its memory.
 pub fn gpu_staging(name: &str, slots: usize) -> (Arc<dyn Device>, Arc<StagingPool>) {
     let device = open_device(name, &Settings::default()).unwrap();
     let options =
@@ -43,7 +43,7 @@ pub fn gpu_staging(name: &str, slots: usize) -> (Arc<dyn Device>, Arc<StagingPoo
     (device, pool)
 }
 
-/// A child process to be.
+/// A child process that is to be started.
 pub struct Child {
     scratch: tempfile::TempDir,
     command: Command,

@@ -1,5 +1,5 @@
-//! An accelerator for tests of the I/O room: its memory is heap memory that says it lies on device
-//! 0, its copies run on one thread, like a stream, and can be held, failed and counted.
+//! An accelerator for tests of the I/O room. Its memory is heap memory that claims to lie on device
+//! 0. Its copies run on one thread, like a stream, and can be held, failed and counted.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "memory known by its address")]
@@ -98,7 +98,7 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     out
 }
 
-/// What lies in device memory.
+/// The bytes of device memory.
 pub fn peek(buf: &Buf) -> &[u8] {
     // SAFETY: it is heap memory, and we hold its only owner.
     unsafe { std::slice::from_raw_parts(buf.as_mut_ptr(), buf.len()) }
@@ -111,7 +111,7 @@ pub fn filled(len: usize, seed: u64) -> Buf {
     buf
 }
 
-/// Controls of the copies, and their counts.
+/// Controls and counts the accelerator's copies.
 #[derive(Default)]
 pub struct Control {
     held: Mutex<bool>,
@@ -124,7 +124,7 @@ pub struct Control {
     /// Spare memory asked for, and whether there is any.
     pub spares: AtomicUsize,
     pub lends: AtomicBool,
-    /// Whoever asks for spare memory waits.
+    /// Requests for spare memory wait.
     spare_held: Mutex<bool>,
     spare_changed: Condvar,
 }

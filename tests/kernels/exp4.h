@@ -1,10 +1,11 @@
-// The codec exp4: the kernels against plain loops, byte for byte, in allocations that end where the extents do.
+// The codec exp4: the kernels against plain loops, byte for byte, in allocations that end where the
+// extents do.
 #pragma once
 #include <algorithm>
 
 #include "support.h"
 
-// What an encoder has to write (docs/format.md); empty where there are more escapes than fit.
+// The coded extent (docs/format.md); empty where there are more escapes than fit.
 inline std::vector<u8> exp4_encoded(const std::vector<u16>& extent, std::size_t bytes) {
     std::vector<u8> coded(bytes, 0);
     const std::size_t blocks = (extent.size() + 127) / 128, segments = (blocks + 127) / 128;
@@ -19,7 +20,8 @@ inline std::vector<u8> exp4_encoded(const std::vector<u16>& extent, std::size_t 
         for (const std::size_t step : {13, 1}) {
             u32 counts[256] = {};
             for (std::size_t at = from; at < end; at += step) ++counts[values[at] >> 7 & 255];
-            // The most frequent first; of equal ones the lowest; then those that were not seen, below the highest and downwards.
+            // The most frequent first, of equally frequent ones the lowest; then those that were
+            // not seen, from below the highest downwards.
             std::vector<u32> order;
             u32 highest = 0;
             for (u32 e = 0; e < 256; ++e) {
@@ -59,7 +61,7 @@ inline std::vector<u8> exp4_encoded(const std::vector<u16>& extent, std::size_t 
     return coded;
 }
 
-// The values of any bytes, without their escapes where these are damaged: of two at one place any may count.
+// The values of any bytes. Where escapes are damaged, two may have one place, and either may count.
 inline std::vector<u16> exp4_decoded(const std::vector<u8>& coded, std::size_t count) {
     const std::size_t blocks = (count + 127) / 128, segments = (blocks + 127) / 128;
     const std::size_t tail = blocks * 192, list = tail + segments * 20, room = (coded.size() - list) / 3;
@@ -93,7 +95,8 @@ inline std::size_t exp4_bytes(std::size_t count) {
 inline std::vector<u16> exp4_values(Random& random) {
     const u32 count = random.of({1u, 8u, 63u, 64u, 127u, 128u, 129u, 16383u, 16384u, 16385u, random.between(1, 3000),
                                  random.between(1, 50000)});
-    // Exponents that have codes, from few to all that there are room for, around any exponent; how many values have others.
+    // Numbers of exponents, up to more than have codes, from any exponent on; one value in `others`
+    // has a random exponent.
     const u32 kinds = random.of({1u, 3u, 16u, 16u, 17u}), base = random.between(0, 255);
     const u32 others = random.of({0u, 3000u, 900u, 200u, 30u});
     const bool unseen = random.one_in(3);
@@ -101,8 +104,7 @@ inline std::vector<u16> exp4_values(Random& random) {
     for (u32 at = 0; at < count; ++at) {
         const u32 noise = (u32)(random.next() >> 32);
         u32 exponent = base + noise % kinds;
-        // With `unseen`, rare exponents lie only where the encoder's sample of every 13th value does not look, so that its first
-        // dictionary, made of the sample, lacks exponents that the one made of all values has.
+        // `unseen`: the sample sees none of them, so the likely dictionary has no codes for them.
         if (others != 0 && random.one_in(others) && (!unseen || at % 13 != 0)) exponent = noise >> 8;
         values[at] = (u16)((noise >> 16 & 0x807f) | (exponent & 255) << 7);
     }
@@ -152,7 +154,8 @@ inline void test_exp4(Random& random, Launcher& launcher) {
         launcher.check(fit[i] == !expected.empty(), "whether it fits" + which);
         launcher.check(expected.empty() || coded[i].copy() == expected, "coded bytes" + which);
         launcher.check(std::memcmp(raw[i].data(), values[i].data(), 2 * values[i].size()) == 0, "values changed" + which);
-        // What is decoded: the coded extent; or noise without escapes; or noise, whose escapes must lead to no access out of bounds.
+        // Decoded are the coded bytes (0), noise without escapes (1), or noise (2): its escapes
+        // must change nothing outside the values.
         kinds.push_back(expected.empty() ? random.between(1, 2) : random.of({0u, 0u, 1u, 2u}));
         if (kinds[i] > 0) coded[i].fill(random);
         if (kinds[i] == 1) {
@@ -171,7 +174,7 @@ inline void test_exp4(Random& random, Launcher& launcher) {
         const u16* got = reinterpret_cast<const u16*>(raw[i].data());
         std::size_t differing = 0;
         for (std::size_t at = 0; at < expected.size(); ++at) {
-            // Of an escape only the exponent is in question.
+            // An escape changes only the exponent.
             launcher.check((got[at] & 0x807f) == (expected[at] & 0x807f), "sign and mantissa of value " + std::to_string(at));
             differing += got[at] != expected[at];
         }

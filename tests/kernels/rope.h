@@ -7,7 +7,7 @@
 // Rounds to the nearest bf16 by comparing with both neighbours; not for NaN.
 inline u16 nearest_bf16(float value) {
     const u16 below = (u16)(__float_as_uint(value) >> 16), above = (u16)(below + 1);
-    // What would come after the largest number counts as if it were one.
+    // The step after the largest number counts as a number.
     const auto wide = [](u16 bits) {
         const double number = (double)__uint_as_float((u32)bits << 16);
         return std::isinf(number) ? std::copysign(std::ldexp(1.0, 128), number) : number;
@@ -63,7 +63,8 @@ inline void test_conversions(const Launcher& launcher) {
         const float expected = (float)number, got = f16_to_f32(half);
         const bool nan = std::isnan(expected);
         launcher.check(nan ? std::isnan(got) : __float_as_uint(got) == __float_as_uint(expected), "an f16 as a float");
-        // The float itself, the middle to the next f16 (that after the largest is the first infinity), and both neighbours of either.
+        // The float itself, the middle between it and the next f16 (65520 after the largest), and
+        // the neighbours of both.
         _Float16 next;
         const u16 next_bits = (u16)(half + 1);
         std::memcpy(&next, &next_bits, 2);
@@ -105,7 +106,7 @@ inline void test_rope(Random& random, Launcher& launcher) {
         for (u32 slot = 0; slot < blocks * block_tokens; ++slot) {
             const bool skip = random.one_in(4);
             slots.push_back(skip ? -1 : (i64)((u64)(slot / block_tokens) << 32 | slot % block_tokens));
-            // Nobody looks at the positions of tokens that are left alone.
+            // Tokens without a slot have positions that must not be read.
             from.push_back(skip ? 1ll << 40 : random.between(0, positions - 1));
             to.push_back(skip ? -5 : random.between(0, positions - 1));
         }

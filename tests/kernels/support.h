@@ -1,4 +1,4 @@
-// What the test of the kernels shares: noise, exact allocations, and a CRC that is computed byte by byte.
+// Shared by the kernels' tests: noise, exact allocations, and a CRC that is computed byte by byte.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -73,7 +73,7 @@ inline u32 raw_crc(const u8* data, std::size_t bytes) {
     return state;
 }
 
-// What the host code makes of a divisor.
+// Multiplier and shift for a divisor, as the host computes them (src/device/cuda/plane.rs).
 inline void make_divisor(u32 d, u32& mul, u32& shift) {
     u32 log = 0;
     while (1ull << log < d) ++log;
@@ -81,7 +81,7 @@ inline void make_divisor(u32 d, u32& mul, u32& shift) {
     mul = (u32)((1ull << shift) / d + 1);
 }
 
-// Runs a kernel by its name; tells the case that is being tested where something is wrong.
+// Runs a kernel by its name. Failures print the case that is being tested.
 struct Launcher {
     std::string what;
     void fail(const std::string& why) const {

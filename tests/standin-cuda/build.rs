@@ -32,7 +32,7 @@ fn main() {
     let library = out.join("libcuda.so.1");
     let mut link = Command::new(&cxx);
     run(link.args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&library).args(&objects));
-    // The name that some look for first: an empty library that leads to the other.
+    // cudarc looks for `libcuda.so` first: an empty library that loads the other one.
     let mut alias = Command::new(&cxx);
     alias.args(["-shared", "-Wl,-soname,libcuda.so", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-o"]);
     run(alias.arg(out.join("libcuda.so")).arg(&library));

@@ -1,7 +1,7 @@
 //! Which file system a directory lies on, from the text of `/proc/self/mountinfo`.
 //!
-//! Parsing is total and skips lines it does not understand, so that a kernel's new fields cost a
-//! warning and no start.
+//! Parsing never fails: lines that it does not understand are skipped, so that a new kernel's
+//! fields lead to a warning at most.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -130,7 +130,7 @@ fn parse_line(line: &[u8]) -> Option<MountPoint> {
     })
 }
 
-/// Blanks and backslashes in names come as three octal digits behind a backslash.
+/// In names, blanks and backslashes are written as a backslash and three octal digits.
 fn unescape(field: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;

@@ -1,4 +1,4 @@
-//! Which NUMA node memory for the drives should come from, as sysfs tells.
+//! The NUMA node that staging memory should come from, by sysfs.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ pub fn numa_node(settings: &Settings) -> Option<u32> {
             let path = settings.drives.first()?.path.canonicalize().ok()?;
             let mounts = MountTable::read();
             let device = Path::new("/sys/dev/block").join(&mounts.of(&path)?.device);
-            // A disk, a partition of one, or a namespace below its controller.
+            // For a disk, a partition of one, or an NVMe namespace below its controller.
             let places =
                 ["device/numa_node", "../device/numa_node", "device/device/numa_node", "../device/device/numa_node"];
             let node = places.iter().find_map(|p| std::fs::read_to_string(device.join(p)).ok())?;

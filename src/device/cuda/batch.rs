@@ -1,12 +1,12 @@
-//! Jobs of many chunks and layers as one launch: checked, described for the kernels, and their tile
+//! Jobs of many chunks and layers as one batch: checked, described for the kernels, and their tile
 //! CRCs put together.
 //!
-//! A batch is built by [`LaunchBatch::push`], laid out at its device address by
-//! [`LaunchBatch::encode`] (planes and coded extents, then slot tables), and launched by
-//! [`LaunchBatch::launches`], in their order. All jobs of a batch go the same way.
+//! [`LaunchBatch::push`] adds a job. [`LaunchBatch::encode`] makes the blob for its device address:
+//! planes and coded extents, then slot tables. [`LaunchBatch::launches`] says which kernels to
+//! launch over it. All jobs of a batch go the same way.
 //!
-//! A coded extent is two things: bytes in staging, of which the checksum is, and values in the
-//! lane's scratch memory, which are moved like those of an extent that is not coded.
+//! A coded extent is described twice: as bytes in staging, whose checksum is taken, and as values
+//! in the lane's scratch memory, which are moved like those of an extent that is not coded.
 //!
 //! Invariants: a job that is refused leaves the batch as it was; every address in a plane was
 //! checked by `resolve`; planes are never empty and their tiles follow each other without gaps.
@@ -34,7 +34,7 @@ pub(super) struct LaunchBatch {
     plain: PlaneList,
     /// Values of coded extents; staging is an offset in the scratch memory.
     values: PlaneList,
-    /// Bytes of coded extents, to be summed only.
+    /// Bytes of coded extents, of which only checksums are taken.
     sums: PlaneList,
     coded: Vec<LaunchCoded>,
     /// Segments of the coded extents.
@@ -61,7 +61,7 @@ struct BatchJob {
 enum PartSums {
     /// In the tiles of these planes, which are those of the part without its padding.
     Plain(Range<usize>),
-    /// In the tiles of this plane of sums; and the number of the coded extent.
+    /// In the tiles of this plane of `sums`, whose number is that of the coded extent.
     Coded(usize),
 }
 
@@ -184,7 +184,7 @@ impl LaunchBatch {
         };
         let over = |kernel, list: &PlaneList, at, word| of(kernel, at, list.planes.len(), list.tiles, word);
         let (first_sum, first_fit) = (self.plain.tiles, self.plain.tiles + self.sums.tiles);
-        // Nothing of the sums' tokens is in a slot: a scatter only reads.
+        // These planes have no slots, so a scatter only reads them and takes their checksums.
         let sum_tiles = if checked { self.sums.tiles } else { 0 };
         let sums = of(Kernel::Scatter, sums, self.sums.planes.len(), sum_tiles, first_sum);
         let mut launches = match way {
@@ -350,9 +350,9 @@ const EMPTY: LaunchPlane = LaunchPlane {
     elems_div: Divisor::new(1),
 };
 
-/// A plane without what depends on its element size, and the bytes of its (token, head) rows. Heads
-/// without gaps between them are one head: one division less for the kernel, and larger elements
-/// where only whole tokens are multiples of 16.
+/// A plane without the fields that depend on its element size, and the bytes of its (token, head)
+/// rows. Heads without gaps between them become one head: that saves the kernel a division, and
+/// gives larger elements where only whole tokens are multiples of 16 bytes.
 fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (LaunchPlane, usize) {
     let joined = plane.heads == 1 || plane.head_stride == plane.head_bytes;
     let (heads, head_stride, row_bytes) =

@@ -1,8 +1,8 @@
-//! Coded extents of a launch. Their bytes in staging get their checksums like any bytes; their
-//! values lie in scratch memory of the lane, between the codec's kernels and those that move them.
+//! Coded extents of a launch. Checksums are taken of their bytes in staging. Their values lie in
+//! scratch memory of the lane, between the codec's kernels and those that move values.
 //!
-//! A pass of its own over the values costs the GPU's memory a few percent of what it can do beside
-//! the drive; for that the codec's kernels know nothing of layouts, and the others nothing of it.
+//! The additional pass over the values takes a few percent of the GPU memory's bandwidth at a
+//! drive's speed. In return the codec's kernels know no layouts, and the others no codec.
 
 use std::mem::offset_of;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::driver::CudaResult;
 use super::memory::DeviceAlloc;
 use crate::format::exp4::{BLOCK_RAW_BYTES, CodedShape};
 
-/// Scratch memory of a lane is at least as large.
+/// Least bytes of a lane's scratch memory, once it is needed.
 const SCRATCH_BYTES: usize = 1 << 20;
 
 /// One coded extent, byte for byte as `kernels/exp4.cu` declares it.
@@ -51,8 +51,8 @@ pub(super) fn scratch_bytes(shape: CodedShape) -> usize {
     shape.blocks() * BLOCK_RAW_BYTES + (shape.segments() * size_of::<u32>()).next_multiple_of(BLOCK_RAW_BYTES)
 }
 
-/// A lane's memory for values. What has become too small is kept until the lane goes, so that
-/// nothing is freed while the GPU is at work.
+/// A lane's memory for values. Memory that has become too small is kept until the lane is dropped,
+/// so that nothing is freed while the GPU works.
 #[derive(Debug)]
 pub(super) struct Scratch {
     context: Arc<Context>,
@@ -60,13 +60,13 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// None yet.
+    /// Without memory yet.
     pub(super) fn new(context: &Arc<Context>) -> Self {
         Self { context: Arc::clone(context), allocs: Vec::new() }
     }
 
-    /// The address of `bytes` bytes for the next work of the lane's stream; the context must be
-    /// current. 0 where no bytes are asked for.
+    /// The address of `bytes` bytes for the next work in the lane's stream; 0 for no bytes. The
+    /// context must be current.
     pub(super) fn of(&mut self, bytes: usize) -> CudaResult<u64> {
         if bytes == 0 {
             return Ok(0);

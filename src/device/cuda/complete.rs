@@ -1,8 +1,8 @@
-//! From a launch that is over to its jobs' ends.
+//! Ends the jobs of a launch.
 //!
-//! Nothing of a launch is touched before its stream has passed it: then its checksums are read, its
-//! slot goes back, and only then are the checksums put together, the gates left, and the jobs
-//! completed: the next launch does not wait for the host's arithmetic.
+//! Nothing of a launch is touched before its stream has passed it. Then its checksums are read and
+//! its slot is freed, so that the next launch need not wait for the rest: putting the checksums
+//! together, leaving the gates, and ending the jobs.
 #![expect(unsafe_code, reason = "reads checksums that the GPU has written")]
 
 use std::sync::Arc;
@@ -22,9 +22,9 @@ pub(super) struct PendingLaunch {
     pub(super) slot: LaunchSlot,
     pub(super) batch: LaunchBatch,
     pub(super) entries: Vec<LaunchEntry>,
-    /// Where its work ends; none where no event could be recorded.
+    /// Where its work ends; `None` where no event could be recorded.
     pub(super) point: Option<Arc<CudaPoint>>,
-    /// Why its jobs fail, whatever the GPU does.
+    /// Why its jobs fail, even if the GPU ends its work well.
     pub(super) error: Option<CudaError>,
 }
 

@@ -1,8 +1,8 @@
 //! The primary context of one GPU: shared with the server (PyTorch uses the same), retained here,
 //! never destroyed or reset.
 //!
-//! Everything made in the context keeps it alive. A forked child must not touch any of it:
-//! [`Context::is_ours`] is asked before every call that drops something.
+//! Everything made in the context keeps it alive. A forked child must not touch any of it, so every
+//! `drop` that calls the driver checks [`Context::is_ours`] first.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::{Arc, OnceLock};
@@ -69,7 +69,7 @@ impl Context {
         }
     }
 
-    /// Remembers an error that the context does not survive.
+    /// Notes an error after which the context is lost.
     pub(super) fn seen(&self, e: CudaError) -> CudaError {
         if e.is_sticky() && self.broken.set(e).is_ok() {
             tracing::error!(gpu = self.ordinal, error = %e, "the GPU's context is lost; loads and stores on it fail from now on");
@@ -77,15 +77,15 @@ impl Context {
         e
     }
 
-    /// Gives the context up: the driver does not tell any more what the GPU is doing.
+    /// Gives the context up, since the driver no longer says whether the GPU's work is over.
     pub(super) fn give_up(&self, e: CudaError) {
         if self.broken.set(e).is_ok() {
             tracing::error!(gpu = self.ordinal, error = %e, "the driver does not answer for the GPU's work; loads and stores on it fail from now on");
         }
     }
 
-    /// The context current on a thread of ours, for good, whose calls never disturb a capture of
-    /// the caller's.
+    /// Makes the context current on a thread of Forebay's, for its whole life, and keeps the
+    /// thread's calls from disturbing a capture of the caller's.
     pub(super) fn bind(&self) -> CudaResult {
         // SAFETY: the context is retained.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })?;
@@ -94,7 +94,7 @@ impl Context {
         check("cuThreadExchangeStreamCaptureMode", unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) })
     }
 
-    /// The context current on a thread of the caller's, until the guard is dropped.
+    /// Makes the context current on a thread of the caller's, until the guard is dropped.
     pub(super) fn enter(&self) -> CudaResult<Entered> {
         let mut now = std::ptr::null_mut();
         // SAFETY: writes to a live variable; the context pushed is retained.
@@ -143,8 +143,8 @@ impl Drop for Entered {
         }
         if self.pushed {
             let mut popped = std::ptr::null_mut();
-            // SAFETY: pops what `enter` pushed on this thread (the guard is not Send: made and
-            // dropped in one call).
+            // SAFETY: pops what `enter` pushed on this thread: each guard is made and dropped in
+            // one call.
             unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
         }
     }

@@ -1,10 +1,11 @@
-//! CRC-32 out of the kernels' raw tile CRCs, as arithmetic of polynomials over GF(2).
+//! CRC-32 of extents from the kernels' raw CRCs of tiles, by arithmetic with polynomials over
+//! GF(2).
 //!
 //! A word stands for a polynomial with x^0 in bit 31. The raw CRC of a message M is M·x^32 mod P; a
 //! tile's message ends in zeros up to a multiple of [`STEP_BYTES`]. The results equal `crc32fast`
 //! bit for bit.
 //!
-//! Nearly all tiles are whole ones, so that the product with their power of x is looked up.
+//! Nearly all tiles are whole ones, so the product with their power of x comes from a table.
 
 use super::plane::{STEP_BYTES, TILE_BYTES};
 
@@ -20,7 +21,7 @@ const fn times_x(a: u32) -> u32 {
 const fn times(mut a: u32, mut b: u32) -> u32 {
     let mut product = 0;
     while a != 0 {
-        // No branch, as no processor could foresee it.
+        // No branch, since no processor could predict it.
         product ^= b & 0u32.wrapping_sub(a >> 31);
         a <<= 1;
         b = times_x(b);
@@ -90,19 +91,19 @@ fn past_tile(a: u32) -> u32 {
     at_bytes(&PAST_TILE, a).into_iter().fold(0, |p, q| p ^ q)
 }
 
-/// The CRCs of messages that are seen in pieces, one after another.
+/// The CRCs of messages that come in pieces, one message after another.
 pub(super) struct Combined {
     raw: u32,
-    /// The last tile that was no whole one: the planes of a launch mostly end alike.
+    /// Factors of the last tile that was not whole, kept since most planes of a launch end alike.
     tail: Tail,
 }
 
-/// What a tile of `len` bytes multiplies with.
+/// Factors for a tile of `len` bytes.
 struct Tail {
     len: usize,
-    /// The register before it.
+    /// For the register before the tile.
     past: u32,
-    /// Its own CRC, to take away the zeros behind it.
+    /// For the tile's own CRC, to take away the zeros behind it.
     unpadded: u32,
 }
 
@@ -135,7 +136,7 @@ impl Combined {
         }
     }
 
-    /// The CRC of the message, and the next message begins.
+    /// The CRC of the message. The next message begins then.
     pub(super) fn finish(&mut self) -> u32 {
         !std::mem::replace(&mut self.raw, u32::MAX)
     }

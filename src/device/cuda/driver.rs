@@ -1,7 +1,7 @@
 //! The CUDA driver: whether it is there, and its answers as errors.
 //!
 //! cudarc panics where the library or a function is missing, so nothing of it may be called before
-//! [`init`] has returned. [`init`] looks for the library and for every function that this room
+//! [`init`] has succeeded. [`init`] looks for the library and for every function that this room
 //! calls.
 #![expect(unsafe_code, reason = "looks for a library and calls its entry points")]
 
@@ -79,7 +79,7 @@ pub(super) fn check(call: &'static str, code: CUresult) -> CudaResult {
 }
 
 impl CudaError {
-    /// Whether the context is of no use any more, for us and for the server.
+    /// Whether the context is lost, for Forebay and for the server.
     pub(super) fn is_sticky(self) -> bool {
         use CUresult as C;
         matches!(

@@ -1,8 +1,9 @@
 //! Events, and the points in streams that they mark.
 //!
-//! An event is recorded once between leaving the pool and coming back, and comes back when the last
-//! [`CudaPoint`] of it is gone: whoever holds a fence waits for the work that it was made at. A
-//! wait already submitted keeps meaning the record it saw, so recycling does not disturb it.
+//! An event is recorded once between leaving the pool and coming back, and comes back when its
+//! [`CudaPoint`] is dropped. So a fence, which keeps the point, always means the work that it was
+//! made at. A wait that a stream already has keeps meaning the record it saw, so recycling does not
+//! disturb it.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::any::Any;
@@ -41,14 +42,14 @@ impl EventPool {
 
     /// The point that the work submitted to `stream` has reached. The context must be current.
     ///
-    /// The caller knows that `stream` is a live stream of this context. Points of one stream whose
-    /// `order` is known cover those before them.
+    /// `stream` must be a live stream of this context. A point with an `order` covers earlier ones
+    /// of its stream.
     pub(super) fn record(self: &Arc<Self>, stream: CUstream, order: Option<RecordOrder>) -> CudaResult<Arc<CudaPoint>> {
         let event = match self.free.lock().pop() {
             Some(event) => event,
             None => Self::create()?,
         };
-        // Made before the record, so that the event goes back to the pool where that fails.
+        // Made before the record, so that the event goes back to the pool if recording fails.
         let point = CudaPoint { event, pool: Arc::clone(self), order, passed: AtomicBool::new(false) };
         // SAFETY: the event is ours, and nobody else has it.
         let code = unsafe { sys::cuEventRecord(point.event.0, stream) };
@@ -95,7 +96,7 @@ impl Drop for EventPool {
     }
 }
 
-/// Which record of which of our own streams a point is; both numbers are unique and grow.
+/// The number of one of Forebay's own streams, and of a point among those recorded in it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RecordOrder {
     pub(super) stream: u64,
@@ -118,7 +119,7 @@ impl CudaPoint {
         if self.passed.load(Ordering::Acquire) {
             return Ok(());
         }
-        // SAFETY: the event is alive and recorded; the caller knows the stream to be live.
+        // SAFETY: the event is alive and recorded; the caller's stream is live.
         let code = unsafe { sys::cuStreamWaitEvent(stream, self.event.0, 0) };
         check("cuStreamWaitEvent", code).map_err(|e| self.pool.context.seen(e))
     }
@@ -140,7 +141,7 @@ impl Point for CudaPoint {
         if self.passed.load(Ordering::Acquire) || context.usable().is_err() {
             return true;
         }
-        // Where nothing can be learnt, the point is taken as ahead: a wait for it is never wrong.
+        // If the driver cannot be asked, the point counts as not passed: waiting is never wrong.
         let Ok(_entered) = context.enter() else { return false };
         // SAFETY: the event is alive and recorded.
         let code = unsafe { sys::cuEventQuery(self.event.0) };

@@ -1,14 +1,13 @@
-//! One way's queue, lanes and threads: a submitting thread, and for each lane a stream and a thread
-//! that waits for its work.
+//! Queue, lanes and threads for the scatters, or for the gathers: a submitting thread, and for each
+//! lane a stream and a thread that waits for its work.
 //!
-//! Which lane a job takes decides who waits for whom. Lane 0 has the jobs whose `after` has passed.
-//! Every other lane belongs to one set of fences that have not, for as long as work is in it: a
-//! load whose caller's stream is not there yet then holds up no other load, and no two loads can
-//! wait for each other through a stream's order. A job that finds its lanes taken stays in the
-//! queue.
+//! The work of a lane runs in order, so a job waits for the fences of the jobs before it. Lane 0
+//! has the jobs whose `after` has passed. Every other lane belongs, while work is in it, to one set
+//! of fences that have not passed. So a load whose fences have not passed delays no other load, and
+//! no two loads can wait for each other through a stream's order. A job for which no lane is free
+//! stays in the queue.
 //!
-//! Must not: call back with the queue locked, or wait on the submitting thread for anything but
-//! room.
+//! Must not: call back with the queue locked, or let the submitting thread wait for the GPU.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,14 +29,15 @@ use super::threads;
 use crate::device::Fence;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Launches of one lane that may be in flight: one at work, and enough behind it that the GPU has
+/// Launches of one lane that may be in flight: one that runs, and enough behind it that the GPU has
 /// work while the host ends others.
 const SLOTS: usize = 4;
-/// Bytes of extents that are merged into one launch: more would keep staging for too long.
+/// Most bytes of extents in a launch of several jobs: more would keep staging for too long.
 const MERGED_BYTES: usize = 64 << 20;
-/// Bytes of values of coded extents that are merged into one launch: a lane has memory for as many.
+/// Most bytes of coded extents' values in a launch of several jobs, which bounds a lane's scratch
+/// memory.
 const MERGED_CODED_BYTES: usize = 8 << 20;
-/// How often fences are asked where a job waits for one without a lane.
+/// Time between two checks of the fences of jobs that have no lane.
 const POLL: Duration = Duration::from_micros(500);
 
 /// What all threads of an executor share.
@@ -47,7 +47,7 @@ pub(super) struct Executor {
     pub(super) kernels: Arc<Kernels>,
     pub(super) max_ctas: u32,
     pub(super) streams: Vec<OwnStream>,
-    /// Of each lane, for values of coded extents.
+    /// Each lane's memory for values of coded extents.
     pub(super) scratch: Vec<Mutex<Scratch>>,
     queue: Mutex<JobQueue>,
     wake: Condvar,
@@ -64,7 +64,7 @@ struct JobQueue {
 struct StreamLane {
     free: Vec<LaunchSlot>,
     in_flight: usize,
-    /// What the work in it waits for, as far as it had not passed when the work was taken.
+    /// The fences of its work that had not passed when the work was taken.
     after: Vec<Fence>,
 }
 
@@ -115,9 +115,9 @@ impl JobQueue {
         }
     }
 
-    /// Takes the job at `first`, and those behind it that can go along: which wait for the very
-    /// same, as a launch starts when the last of its jobs may. The launch is full with the
-    /// first of them that does not fit: none overtakes another.
+    /// Takes the job at `first`, and those behind it that wait for the same fences, since a launch
+    /// starts when all its jobs may. It ends before the first of them that does not fit, so that
+    /// none of them overtakes another.
     fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut FenceCache) -> Option<LaunchWork> {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
         let (mut sizes, mut at) = (JobSizes::default(), first);
@@ -150,7 +150,7 @@ fn same_all(a: &[Fence], b: &[Fence]) -> bool {
     a.iter().all(|f| has(b, f)) && b.iter().all(|f| has(a, f))
 }
 
-/// Whether fences have passed, each asked once.
+/// Whether fences have passed; the driver is asked once for each.
 #[derive(Default)]
 struct FenceCache(Vec<(Fence, bool)>);
 
@@ -253,7 +253,7 @@ impl Executor {
         queue.jobs.len() + queue.running
     }
 
-    /// A launch is over, and its slot free.
+    /// Frees the slot of a launch that is over.
     pub(super) fn free_lane(&self, lane: usize, slot: LaunchSlot) {
         let mut queue = self.queue.lock();
         if let Some(lane) = queue.lanes.get_mut(lane) {
@@ -316,7 +316,7 @@ impl Threads {
     /// Waits for the threads to end.
     pub(super) fn join(&self) {
         let mut handles = std::mem::take(&mut *self.handles.lock());
-        // The submitting thread, which was started last, holds the ways to the others.
+        // The submitting thread, which was started last, comes first: the others end when it has.
         while let Some((_, handle)) = handles.pop() {
             if handle.join().is_err() {
                 tracing::error!("a GPU thread has panicked");
@@ -331,8 +331,9 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// Ends threads that were started for a device that could not be opened, and forgets those that
-    /// a forked child does not have: there the lock may be held for good.
+    /// Ends threads that were started for a device that could not be opened. In a forked child
+    /// there are no such threads, and the queue's lock may be held forever: there it only forgets
+    /// them.
     fn drop(&mut self) {
         if !self.executor.context.is_ours() {
             std::mem::take(self.handles.get_mut()).into_iter().for_each(std::mem::forget);

@@ -11,8 +11,8 @@ use crate::error::Result;
 
 /// Where the system lists PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
-/// Lines of a `resource` file that are the device's own windows; behind them come its ROM and those
-/// of its virtual functions.
+/// The first lines of a `resource` file, which are the device's own windows. Its ROM and the
+/// windows of its virtual functions follow.
 const BARS: usize = 6;
 /// `IORESOURCE_MEM | IORESOURCE_PREFETCH` in the flags of a line.
 const PREFETCHABLE_MEMORY: u64 = 0x2200;
@@ -104,7 +104,7 @@ fn text(get: impl FnOnce(*mut c_char, i32) -> CudaResult) -> CudaResult<String> 
 }
 
 fn numa_node(pci: &Path) -> Option<u32> {
-    // -1 on machines with one node.
+    // -1, which is no u32, on machines with one node.
     std::fs::read_to_string(pci.join("numa_node")).ok()?.trim().parse().ok()
 }
 

@@ -1,4 +1,5 @@
-//! A job of either way, and how it ends: exactly once, holding nothing.
+//! A scatter or a gather, and its end: `done` is called exactly once, when the job holds nothing of
+//! the caller's any more.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -31,7 +32,7 @@ enum Done {
     Gather(Box<dyn FnOnce(Gathered) + Send>),
 }
 
-/// What became of a job.
+/// How a job ended.
 #[derive(Default)]
 pub(super) struct JobOutcome {
     pub(super) crcs: Vec<u32>,
@@ -104,7 +105,7 @@ impl CopyJob {
     /// Ends the job; must be called outside locks and guards.
     pub(super) fn finish(self, outcome: JobOutcome) {
         let Self { kv, staging, parts, gate, after, launched, done, .. } = self;
-        // Whoever is notified of the end may expect that nothing of it is still held.
+        // When `done` is called, the job must hold nothing of the caller's any more.
         drop((kv, parts, gate, after, launched));
         let JobOutcome { crcs, skipped, misfit, skipped_blocks, error } = outcome;
         contained(|| match done {
@@ -119,9 +120,9 @@ impl CopyJob {
 pub(super) struct JobSizes {
     /// Bytes that are moved, about.
     pub(super) moved: usize,
-    /// Those of them that are coded, as values.
+    /// Bytes of coded extents among them, as values.
     pub(super) coded: usize,
-    /// Bytes of descriptors, at most.
+    /// Bytes of descriptors, about.
     pub(super) blob: usize,
 }
 
@@ -133,7 +134,7 @@ impl JobSizes {
             let spec = kv.spec(part.layer);
             let bytes = spec.map_or(0, |s| s.extent_bytes(part.tokens).max(part.padded_len));
             let is_coded = part.codec != SlotCodec::None;
-            // Its padding, or its bytes as they are coded, are one plane more.
+            // One plane more for the padding, and one for the bytes of a coded extent.
             let planes = spec.map_or(1, |s| s.planes.len().max(1)) + 1 + usize::from(is_coded);
             let mut blob = planes * size_of::<LaunchPlane>() + usize::from(is_coded) * size_of::<LaunchCoded>();
             let plan = Arc::as_ptr(&part.plan);
@@ -156,17 +157,17 @@ impl JobSizes {
     }
 }
 
-/// The point that a fence stands for, where it is a GPU's.
+/// The point of a fence, where it is a GPU's.
 pub(super) fn point(fence: &Fence) -> Option<&CudaPoint> {
     fence.point().downcast_ref()
 }
 
-/// Whether two fences stand for one point.
+/// Whether two fences are of one point.
 pub(super) fn same(a: &Fence, b: &Fence) -> bool {
     std::ptr::addr_eq(a.point(), b.point())
 }
 
-/// Calls a callback of a caller's; its panic ends here.
+/// Runs a caller's callback. A panic of it is logged and goes no further.
 pub(super) fn contained(callback: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(callback)).is_err() {
         tracing::error!("the callback of a copy job panicked");

@@ -31,23 +31,24 @@ unsafe impl Sync for Kernels {}
 /// Which kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
-    /// Takes checksums where kernels take any.
+    /// Takes checksums, unless the device was opened without.
     Scatter,
-    /// Likewise.
+    /// Takes checksums, unless the device was opened without.
     Gather,
-    /// Takes none.
+    /// Takes no checksums.
     ScatterOnly,
-    /// Likewise.
+    /// Takes no checksums.
     GatherOnly,
     /// Coded extents to values.
     Decode,
     /// Values to coded extents without their lists of escapes.
     Encode,
-    /// Those lists; says of each extent whether it fits.
+    /// The lists of escapes; writes for each extent whether it fits.
     List,
     RopeShift,
-    /// Descriptors from host memory to the GPU's; their number is that of groups of
-    /// [`UPLOAD_BYTES`], a tile is [`THREADS`] groups, and the words are where they go.
+    /// Copies descriptors from host memory to the GPU's. For its [`Launch`], `num_planes` is the
+    /// number of groups of [`UPLOAD_BYTES`], a tile is [`THREADS`] groups, and `tile_crcs` is the
+    /// target.
     Upload,
 }
 
@@ -91,7 +92,8 @@ pub(super) struct Launch {
     pub(super) planes: u64,
     pub(super) num_planes: u32,
     pub(super) num_tiles: u32,
-    /// Address of as many words as there are tiles, for kernels that say something of each.
+    /// Address of the words that the kernel writes: a checksum for each tile, or for each coded
+    /// extent whether it fits.
     pub(super) tile_crcs: u64,
     /// CTAs at most; 0 stands for one per tile.
     pub(super) max_ctas: u32,
@@ -125,9 +127,9 @@ impl Kernels {
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
         check("cuModuleGetFunction", code)?;
         let (mut registers, what) = (0, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
-        // Whoever asks makes a lazy driver load the code now: at the first launch it might wait for
-        // the whole context. SAFETY: a function of a loaded module; the answer is written to a live
-        // variable.
+        // This query makes a lazy driver load the code now. At the first launch, loading might wait
+        // for the whole context. SAFETY: a function of a loaded module; the answer is written to a
+        // live variable.
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut registers, what, function) })?;
         tracing::debug!(?name, registers, "kernel loaded");
         Ok(function)
@@ -177,7 +179,7 @@ impl Drop for Kernels {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: loaded in `load`; no launch is under way when the last holder goes.
+        // SAFETY: loaded in `load`; no launch is under way when the last owner is dropped.
         let code = unsafe { sys::cuModuleUnload(self.module) };
         if let Err(e) = check("cuModuleUnload", code) {
             self.context.seen(e);

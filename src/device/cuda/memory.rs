@@ -21,7 +21,7 @@ use crate::device::region::next_id;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{MemRegion, MemorySpace};
 
-/// Bytes to which staging is aligned, as direct I/O into GPU memory wants it.
+/// Bytes to which staging is aligned, as cuFile needs it for a direct path.
 const ALIGN: usize = 64 << 10;
 
 /// An allocation of device memory.
@@ -57,8 +57,8 @@ impl Drop for DeviceAlloc {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until
-        // the work is over.
+        // SAFETY: allocated in `new`; the GPU's work with this memory is over, since what submits
+        // it keeps this value until then.
         let code = unsafe { sys::cuMemFree_v2(self.base) };
         if let Err(e) = check("cuMemFree", code) {
             self.context.seen(e);
@@ -124,7 +124,7 @@ pub(super) struct Tools {
     pub(super) stream: Mutex<Bench>,
 }
 
-/// What one of those callers at a time works with.
+/// What such a caller uses while it has the lock.
 #[derive(Debug)]
 pub(super) struct Bench {
     pub(super) stream: OwnStream,
@@ -180,7 +180,7 @@ impl CudaMemory {
         Ok(Arc::new(Self { ordinal, address, len, owner: MemoryOwner::Foreign { _keeps: owner } }))
     }
 
-    /// Memory of our own; the context must be current.
+    /// Memory that is allocated here; the context must be current.
     pub(super) fn alloc(tools: &Arc<Tools>, len: usize) -> Result<Arc<Self>> {
         let alloc = DeviceAlloc::new(&tools.context, len.max(1))?;
         let (ordinal, address) = (tools.context.ordinal(), alloc.address());
@@ -229,7 +229,7 @@ impl CudaMemory {
         let MemoryOwner::Own { tools, .. } = &self.owner else {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "the drive cannot read or write the server's memory directly",
+                "only GPU memory that Forebay allocated can be read or written by a call; this is the server's",
             ));
         };
         tools.context.usable()?;
@@ -237,7 +237,7 @@ impl CudaMemory {
         let bench = tools.stream.lock();
         let stream = &bench.stream;
         let submitted = submit(stream);
-        // Also after a failed call: part of it may be under way.
+        // Also after a failed call, part of which may be under way.
         let waited = stream.pass(stream.record(&tools.events).ok().as_deref());
         drop(bench);
         Ok(submitted.and(waited)?)

@@ -1,22 +1,26 @@
-//! KV in GPU memory: staging, streams and kernels of our own beside the server's, on the context
-//! that the server uses.
+//! KV in GPU memory: Forebay's own staging, streams and kernels, in the context that the server
+//! uses.
 //!
 //! Invariants:
 //! - Nothing waits for the whole GPU or context. A thread that submits a load or store never waits
 //!   for the GPU at all; calls that return finished work (`turn_keys`, copies for tools) do.
-//! - The server's memory and streams are borrowed: never freed, never held up but by fences that
-//!   the server asks for.
-//! - What the GPU uses (staging, descriptors, events, gates) is held until an event, or the end of
-//!   the stream, says it is over.
+//! - The server's memory and streams are borrowed: never freed, and a stream waits only for fences
+//!   that the server asks for.
+//! - What the GPU uses (staging, descriptors, gates) is held until its stream has passed the work.
 //! - A forked child touches nothing of it, and gets errors.
-//! - No panic where the driver, a function of it, or a GPU is missing: `driver.rs` looks before
-//!   cudarc does.
+//! - No panic where the driver, a function of it, or a GPU is missing: `driver` checks before
+//!   cudarc is called.
 //!
-//! A job's way: `executor` (queue and threads), `submit` (jobs to a launch), `batch`, `tables` and
-//! `plane` (what the kernels read), `slot`, `kernels`, `complete`, `crc`; `coded` for extents with
-//! a codec. `turn` and `rope` rotate keys. `mover` and `pinned` copy between the GPU's memory and
-//! the host's; `memory` and `pool` allocate. Below them: `context`, `streams`, `events`, `threads`,
-//! `driver`, `info`.
+//! The files, in the order of a job's steps:
+//! - `job`: a scatter or gather, and its end. `executor`: queue, lanes and threads.
+//! - `submit`: makes one launch of several jobs. `batch`, `tables`, `plane`, `coded`: the
+//!   descriptors that the kernels read. `slot`: memory for them.
+//! - `kernels`: the kernels and their launches.
+//! - `complete`: ends the jobs of a launch. `crc`: puts checksums of tiles together.
+//! - `turn`, `rope`: rotation of keys.
+//! - `mover`, `pinned`: copies between the GPU's memory and the host's.
+//! - `memory`, `pool`: device memory, and staging pools in it.
+//! - `context`, `streams`, `events`, `threads`, `driver`, `info`: the driver.
 
 use std::fmt;
 use std::sync::Arc;
@@ -69,10 +73,10 @@ use streams::{OwnStream, handle, is_capturing};
 pub use info::{GpuInfo, devices};
 pub use memory::CudaMemory;
 
-/// Lanes of scatters: one for what may start, the others for loads whose caller's stream is not
-/// there yet.
+/// Lanes of scatters: one for jobs that may start, the others for jobs whose fences have not
+/// passed.
 const SCATTER_LANES: usize = 4;
-/// Lanes of gathers, likewise.
+/// Lanes of gathers, for the same.
 const GATHER_LANES: usize = 2;
 
 /// Settings of a GPU device.
@@ -227,7 +231,8 @@ impl Device for CudaDevice {
         self.scatters.begin_close();
         self.gathers.begin_close();
         let crews = [&self.scatters, &self.gathers];
-        // A callback that closes the device runs on a thread whose end cannot be awaited there.
+        // A callback that closes the device runs on one of these threads, which cannot wait for its
+        // own end.
         if !crews.iter().any(|c| c.is_own()) {
             crews.iter().for_each(|c| c.join());
         }
@@ -238,7 +243,7 @@ impl Drop for CudaDevice {
     fn drop(&mut self) {
         self.close();
         if self.context.is_ours() {
-            // Threads that were not awaited end on their own.
+            // Threads that were not joined end on their own.
             self.scatters.detach();
             self.gathers.detach();
         }

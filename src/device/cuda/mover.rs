@@ -1,7 +1,7 @@
 //! Copies between staging and host memory for the queues: a stream, a submitting thread and a
 //! waiting thread per direction.
 //!
-//! Submitting is its own thread because a copy through memory that is not pinned waits in the
+//! Submitting has its own thread, because a copy from or to memory that is not pinned waits in the
 //! driver.
 //!
 //! Must not: call `done` before the stream has passed the copy.
@@ -31,8 +31,8 @@ pub(super) struct CudaMover {
     context: Arc<Context>,
     numa: Option<u32>,
     lanes: [CopyStream; 2],
-    /// Memory lent to reads whose own is with calls that hang: freeing it would wait for the GPU,
-    /// so it is lent again.
+    /// Memory for reads whose own a call that hangs may still write to. It is kept and used again,
+    /// since freeing it would wait for the GPU.
     spares: Mutex<Vec<Arc<StagingPool>>>,
 }
 
@@ -143,7 +143,7 @@ fn submit_all(
             Err(e) => (None, Some(submitted.err().unwrap_or(e))),
         };
         if let Err(lost) = sent.send(Sent { copying, point, error }) {
-            end(lost.0.copying, Err(Error::new(ErrorKind::Internal, "nobody waits for copies")));
+            complete(stream, lost.0);
         }
     }
 }
@@ -225,7 +225,7 @@ impl Drop for CudaMover {
             drop(lane.send.get_mut().take());
             for thread in threads {
                 // A `done` that drops the last handle runs on such a thread, which cannot wait for
-                // itself: it ends on its own.
+                // itself. That thread ends on its own.
                 if thread.thread().id() != thread::current().id() && thread.join().is_err() {
                     tracing::error!("a copy thread has panicked");
                 }

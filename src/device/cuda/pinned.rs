@@ -1,8 +1,8 @@
 //! Host memory that the GPU reads and writes at full speed.
 //!
-//! The large kind is anonymous memory registered with the driver, so that io_uring can register it
-//! too. The small kind is the driver's own, which kernels reach by an address of the GPU:
-//! descriptors go up and checksums come back through it.
+//! [`PinnedRegion`] is anonymous memory registered with the driver; io_uring can register it too.
+//! [`MappedPinned`] is the driver's own, which kernels reach by a device address: descriptors go to
+//! the GPU and checksums come back through it.
 #![expect(unsafe_code, reason = "registers memory with the driver, and reads and writes it by address")]
 
 use std::ffi::c_void;
@@ -47,7 +47,7 @@ impl Drop for Registered {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: registered in `new`; whoever copies through it holds this value.
+        // SAFETY: registered in `new`; copies through the memory keep this value.
         let code = unsafe { sys::cuMemHostUnregister(self.host as *mut c_void) };
         if let Err(e) = check("cuMemHostUnregister", code) {
             self.context.seen(e);
@@ -58,7 +58,7 @@ impl Drop for Registered {
 
 /// Anonymous memory, registered where the driver allows it.
 pub(super) struct PinnedRegion {
-    /// Before the mapping, which must be there until it is unregistered.
+    /// Declared before the mapping, to be dropped before it.
     _registered: Option<Registered>,
     region: Arc<HostRegion>,
 }
@@ -139,8 +139,8 @@ impl MappedPinned {
     /// # Safety
     /// No work of the GPU that uses the memory may be under way.
     pub(super) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, the
-        // contract the GPU.
+        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, and
+        // the contract excludes the GPU.
         unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr(), self.len) }
     }
 
@@ -160,8 +160,8 @@ impl Drop for MappedPinned {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until
-        // the work is over.
+        // SAFETY: allocated in `new`; the GPU's work with this memory is over, since what submits
+        // it keeps this value until then.
         let code = unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) };
         if let Err(e) = check("cuMemFreeHost", code) {
             self.context.seen(e);

@@ -9,7 +9,7 @@ use std::mem::offset_of;
 pub(super) const THREADS: u32 = 256;
 /// Bytes of a tile, the share of a plane that one CTA takes at a time.
 pub(super) const TILE_BYTES: usize = 64 << 10;
-/// Bytes that a CTA takes at once: the CRC of a tile counts zeros up to a multiple of these.
+/// Bytes that a CTA takes at once. The raw CRC of a tile includes zeros up to a multiple of these.
 pub(super) const STEP_BYTES: usize = 4 << 10;
 /// Entry of a slot table for a token that is left alone.
 pub(super) const SKIP: i64 = -1;

@@ -1,4 +1,4 @@
-//! Staging pools in device memory: as large as wished, or as the GPU allows.
+//! Staging pools in device memory: as large as set, or as large as the GPU allows.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::MemorySpace;
 
-/// Slots below which a pool is of no use: one is filled while the other is emptied.
+/// Fewest slots of a pool: one is filled while the other is emptied.
 const FEWEST_SLOTS: usize = 2;
-/// Of the window through which drives reach the GPU's memory, this share is ours at most; so of the
-/// memory that is free.
+/// A pool takes at most the free memory divided by this, and at most the window through which
+/// drives reach the GPU's memory divided by this.
 const SHARE: u64 = 2;
 
 /// A pool of at most `options.bytes`, halved down to two slots while the GPU has too little memory.
@@ -42,13 +42,13 @@ pub(super) fn make(context: &Arc<Context>, info: &GpuInfo, options: &StagingOpti
             gpu = info.ordinal,
             wished_bytes = wished * slot_bytes,
             bytes = slots * slot_bytes,
-            "the GPU has no room for as much staging as is set; loads and stores have less in pending"
+            "the GPU has no room for as much staging as is set; fewer loads and stores are in flight at once"
         );
     }
     StagingPool::over(region, MemorySpace::Device(info.ordinal), slot_bytes)
 }
 
-/// Bytes that a pool may have on a GPU with `free` bytes and such a window.
+/// Most bytes of a pool on a GPU with `free` bytes and a window of `bar1` bytes.
 fn bound(free: usize, bar1: Option<u64>) -> usize {
     let window = bar1.map_or(usize::MAX, |bytes| (bytes / SHARE) as usize);
     (free / SHARE as usize).min(window)

@@ -1,9 +1,9 @@
-//! Where a batch's descriptors go up and its checksums come back: one slot for each launch in
-//! launch.
+//! Memory through which a batch's descriptors go to the GPU and its checksums come back: one slot
+//! for each launch in flight.
 //!
 //! Invariant: a slot's memory is only touched by the host while no launch of the slot is under way.
-//! Memory that has become too small is kept until the slot goes, so that nothing is freed while the
-//! GPU is at work.
+//! Memory that has become too small is kept until the slot is dropped, so that nothing is freed
+//! while the GPU works.
 #![expect(unsafe_code, reason = "reads and writes memory that the GPU shares")]
 
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use super::pinned::MappedPinned;
 use super::plane::THREADS;
 use super::streams::OwnStream;
 
-/// Bytes of descriptors that jobs are merged up to.
+/// Most bytes of descriptors of a launch of several jobs, for which a fresh slot has room.
 pub(super) const BLOB_BYTES: usize = 256 << 10;
-/// Tiles of a launch that a fresh slot has room for.
+/// Tiles for whose checksums a fresh slot has room.
 const TILES: usize = 8 << 10;
 const CRC_BYTES: usize = size_of::<u32>();
 
@@ -58,8 +58,8 @@ impl LaunchSlot {
         Ok(Self { context: Arc::clone(context), now, outgrown: Vec::new() })
     }
 
-    /// Makes room for descriptors of `bytes` and checksums of `tiles`, and enqueues the upload of
-    /// what `encode` makes of the address of the descriptors, by `max_ctas` CTAs at most.
+    /// Makes room for `bytes` of descriptors and the checksums of `tiles`, and enqueues the upload
+    /// of the descriptors that `encode` makes for their address, by at most `max_ctas` CTAs.
     ///
     /// # Safety
     /// No launch of this slot may be under way, and the slot must be left alone until the stream

@@ -1,5 +1,5 @@
-//! Streams of our own: low priority, never waiting for the default stream. And the callers'
-//! streams, borrowed.
+//! Forebay's own streams, which have the lowest priority and never wait for the default stream; and
+//! calls for the caller's streams.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::device::Stream as Foreign;
 /// The number of the stream that is made next.
 static NEXT_STREAM: AtomicU64 = AtomicU64::new(0);
 
-/// A stream of our own. Work submitted to it is enqueued and nothing more; it ends when it ends.
+/// A stream of Forebay's own. Its calls enqueue work, and do not wait for it unless they say so.
 #[derive(Debug)]
 pub(super) struct OwnStream {
     context: Arc<Context>,
@@ -59,8 +59,8 @@ impl OwnStream {
         point.wait_in(self.raw)
     }
 
-    /// Waits, asleep, until the stream has passed `point`; all that is in it where no event could
-    /// be recorded, or the event cannot be waited for. Where neither tells, the context is
+    /// Waits, asleep, until the stream has passed `point`; without one, or where the driver cannot
+    /// wait for it, until the stream has ended all its work. Where that fails too, the context is
     /// given up.
     pub(super) fn pass(&self, point: Option<&CudaPoint>) -> CudaResult {
         let waited = point.map_or_else(|| self.synchronize(), CudaPoint::synchronize);
@@ -118,7 +118,8 @@ impl Drop for OwnStream {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: created in `new`; work still in it runs on, and what it uses is held by its jobs.
+        // SAFETY: created in `new`; work that is still in it runs on, with memory that its jobs
+        // hold.
         let code = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         if let Err(e) = check("cuStreamDestroy", code) {
             self.context.seen(e);
@@ -136,8 +137,8 @@ pub(super) fn handle(stream: Foreign) -> CUstream {
 /// context must be current.
 pub(super) fn is_capturing(stream: Foreign) -> CudaResult<bool> {
     let mut status = Capture::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the caller's stream is live (what a `Stream` stands for); the status is written to a
-    // live variable.
+    // SAFETY: the caller's stream is live (contract of `Stream`); the status is written to a live
+    // variable.
     let code = unsafe { sys::cuStreamIsCapturing(handle(stream), &raw mut status) };
     // The default stream cannot be asked while a stream that waits for it is being captured.
     if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {

@@ -1,10 +1,10 @@
-//! From jobs to a launch: gates are entered, what is wrong with a job is its own error, and the
-//! rest is one batch.
+//! Makes one launch of several jobs: enters their gates, ends those that are wrong with their own
+//! error, and puts the others into one batch.
 //!
 //! The order in the stream is: wait for the fences, set staging to zero where a job wants that,
 //! upload the descriptors, launch the kernels, record the event. A fence is given out only after
-//! its event was recorded, since waiting for an event that never was is no wait at all.
-#![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the pending holds")]
+//! its event was recorded, since a wait for an event that was never recorded returns at once.
+#![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the pending launch holds")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::device::parts::KvDirection;
 use crate::error::{Error, ErrorKind, Result};
 
 impl Executor {
-    /// Launches what can be launched of `work`; every job's end comes from here or from the lane's
+    /// Launches those jobs of `work` that can be launched. Each job is ended here or by the lane's
     /// completing thread.
     pub(super) fn launch(&self, work: LaunchWork, completions: &[Sender<Box<PendingLaunch>>]) {
         let LaunchWork { lane, slot, jobs } = work;
@@ -39,7 +39,7 @@ impl Executor {
         }
     }
 
-    /// Enters the gates and describes the jobs; those that end here are completed.
+    /// Enters the gates and describes the jobs. Ends those whose gate is closed, or that are wrong.
     fn describe_jobs(&self, way: KvDirection, jobs: Vec<CopyJob>) -> (LaunchBatch, Vec<LaunchEntry>) {
         let mut inside = Vec::with_capacity(jobs.len());
         for job in jobs {
@@ -74,7 +74,7 @@ impl Executor {
 
     fn enqueue(&self, lane: usize, way: KvDirection, pending: &mut PendingLaunch) {
         let submitted = self.submit_work(lane, way, &mut pending.slot, (&pending.batch, &pending.entries));
-        // Also after a failure: what was submitted before it must be over before its memory is used again.
+        // Also after a failure: work submitted before it must be over before memory is used again.
         let recorded = match self.streams.get(lane) {
             Some(stream) => stream.record(&self.events).map(Some),
             None => Ok(None),

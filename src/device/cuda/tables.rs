@@ -1,7 +1,8 @@
 //! The tables of a launch: for every token (or opaque block) of a chunk its slot, and for rotary
 //! shifts its positions.
 //!
-//! A slot is `block << 32 | token in the block`, so that the kernels divide nothing, or [`SKIP`].
+//! An entry is `block << 32 | token in the block`, so that the kernels need not divide, or
+//! [`SKIP`].
 //! Layers that share a plan share its table.
 
 use std::sync::Arc;
@@ -15,12 +16,13 @@ const ENTRY_BYTES: usize = size_of::<i64>();
 #[derive(Default)]
 pub(super) struct Tables {
     entries: Vec<i64>,
-    /// Which tables there are. The plans are held, so that an address names one plan.
+    /// The tables that can be shared. They keep their plans, so that no other plan gets the address
+    /// of one.
     known: Vec<Known>,
 }
 
 struct Known {
-    /// None: the table of one skipped token.
+    /// `None` for the table of one skipped token.
     plan: Option<Arc<ChunkPlan>>,
     tokens: usize,
     by_block: bool,

@@ -19,7 +19,7 @@ pub(super) fn spawn(
     let (tx, rx) = crossbeam_channel::bounded(1);
     let bound = move || {
         let bound = context.bind();
-        // Who has started the thread waits for the answer.
+        // `spawn` waits for this.
         let _ = tx.send(bound);
         drop((context, tx));
         if bound.is_ok() {
@@ -32,7 +32,7 @@ pub(super) fn spawn(
     match answer.and_then(|bound| Ok(bound?)) {
         Ok(()) => Ok(handle),
         Err(e) => {
-            // It has nothing to do but end; whoever opens a GPU again shall find nothing left.
+            // The thread ends at once; nothing of it must be left when a GPU is opened again.
             let _ = handle.join();
             Err(e)
         }

@@ -25,7 +25,7 @@ impl CudaDevice {
         if kv.place() != here {
             return Err(Error::new(
                 ErrorKind::InvalidInput,
-                format!("GPU {here:?} cannot turn keys in {:?}", kv.place()),
+                format!("GPU {} cannot turn keys in {:?}", self.context.ordinal(), kv.place()),
             ));
         }
         let mut batch = RopeBatch::new();
@@ -51,8 +51,7 @@ impl CudaDevice {
             for point in points {
                 stream.wait(point)?;
             }
-            // SAFETY: the last call has waited for its launch; the lock is held until this one is
-            // over.
+            // SAFETY: each call waits for its launch with the lock held, so none is under way.
             unsafe {
                 slot.upload((&self.kernels, stream, self.max_ctas), (batch.blob_bytes(), 0), |address| {
                     batch.encode(address)

@@ -2,11 +2,10 @@
 //!
 //! Grids that are contiguous on both sides become one copy; elements of the usual head sizes have a
 //! length known at compile time, so that the copies become vector moves. Paged KV is far larger
-//! than the caches, so what goes there is written past them ([`Stores::Past`]): the lines need not
-//! be read first, and a scatter with its CRC takes 0.115 instead of 0.171 s of a core a GB. The C
-//! library's copy does as well from some length on, where the processor has fast string moves, and
-//! keeps more lines under way: long rows are left to it. Staging that a CRC is taken of next is
-//! written through the caches.
+//! than the caches, so bytes for it are written past them ([`Stores::Past`]): the lines need not be
+//! read first, and a scatter with its CRC takes 0.115 instead of 0.171 s of a core for each GB.
+//! From some length on the C library's copy does the same, and keeps more lines under way, so very
+//! long rows are left to it. Staging is written through the caches, since its CRC is taken next.
 #![expect(unsafe_code, reason = "copies through raw pointers to memory that the caller owns")]
 
 use std::ptr::copy_nonoverlapping;
@@ -14,25 +13,25 @@ use std::ptr::copy_nonoverlapping;
 /// Bytes that the compiler copies with vector moves and without a call; a line of the caches.
 const PIECE: usize = 64;
 
-/// Rows of this length are left to the C library: out of memory, 30 instead of 20 GB/s with their
-/// CRC in two threads.
+/// Rows of at least this length are left to the C library: 30 instead of 20 GB/s from memory, with
+/// their CRC, in two threads.
 const VERY_LONG: usize = 8192;
 
-/// Rows of this length are written past the caches wherever they begin: what is left over on both
-/// sides of the whole lines costs nothing then.
+/// Rows of at least this length are written past the caches wherever they begin: the bytes beside
+/// the whole lines hardly count then.
 const LONG: usize = 1024;
 
 /// Where copied bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stores {
-    /// Into the caches, for whoever reads them next.
+    /// Into the caches, as they are read next.
     Cached,
     /// Past the caches into memory; a [`Drain`] must be held.
     Past,
 }
 
-/// Orders stores past the caches before whatever its holder does after dropping it: such stores are
-/// not ordered by locks and atomics.
+/// When dropped, orders stores past the caches before all that its thread does afterwards: locks
+/// and atomics alone do not order such stores.
 pub(super) struct Drain;
 
 impl Drop for Drain {
@@ -129,7 +128,7 @@ unsafe fn copy_pieces<const N: usize>(src: *const u8, dst: *mut u8) {
     }
 }
 
-/// Copies a row past the caches, but for the bytes before the first and after the last whole line.
+/// Copies a row past the caches, except the bytes before the first and after the last whole line.
 ///
 /// # Safety
 /// As [`copy_grid`] with [`Stores::Past`].
@@ -157,9 +156,8 @@ unsafe fn stream_lines(src: *const u8, dst: *mut u8, bytes: usize) {
     const VECTOR: usize = size_of::<__m128i>();
     for line in (0..bytes).step_by(PIECE) {
         let (s, d) = (src.wrapping_add(line), dst.wrapping_add(line));
-        // SAFETY: the caller's promise; every x86_64 has these, and the stores are aligned as
-        // lines are.
-        // The wider ones of AVX are no faster: it is the memory that takes the time.
+        // SAFETY: the caller's promise; every x86_64 has these instructions, and the stores are
+        // aligned as lines are. Those of AVX would be no faster: the memory is the limit.
         unsafe {
             let of_line: [__m128i; PIECE / VECTOR] =
                 std::array::from_fn(|i| _mm_loadu_si128(s.cast::<__m128i>().wrapping_add(i)));
@@ -170,10 +168,10 @@ unsafe fn stream_lines(src: *const u8, dst: *mut u8, bytes: usize) {
     }
 }
 
-/// As above where there are no such stores, or where Miri looks on.
+/// A plain copy, where there are no such stores or Miri does not know them.
 ///
 /// # Safety
-/// As above.
+/// As `copy_nonoverlapping`.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 #[inline(always)]
 unsafe fn stream_lines(src: *const u8, dst: *mut u8, bytes: usize) {

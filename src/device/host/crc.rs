@@ -5,8 +5,8 @@
 
 use crc32fast::Hasher;
 
-/// Bytes of a tile: half of a small first-level cache would do for the CRC alone; the copy into
-/// strided rows likes more tokens at a time, and the second-level cache holds this with ease.
+/// Bytes of a tile. More tokens at a time make the copy into strided rows faster, and the
+/// second-level cache easily has room for this; the CRC alone would need less.
 pub(super) const TILE_BYTES: usize = 32 << 10;
 
 /// Tokens of a tile for rows of `token_bytes` bytes; at least one.
@@ -15,7 +15,7 @@ pub(super) const fn tile_tokens(token_bytes: usize) -> usize {
     if tokens == 0 { 1 } else { tokens }
 }
 
-/// The CRC-32 of an extent that is seen in pieces.
+/// The CRC-32 of an extent that comes in pieces.
 pub(super) struct ExtentCrc(Hasher);
 
 impl ExtentCrc {

@@ -1,5 +1,5 @@
-//! Paged KV into staging: the tokens of a tile from their slots, coded where that is asked for,
-//! then the tile's CRC.
+//! Paged KV into staging, tile by tile: the tokens from their slots, coded where the part says so,
+//! then the CRC.
 #![expect(unsafe_code, reason = "reads from the caller's paged KV")]
 
 use std::ops::Range;
@@ -51,7 +51,7 @@ enum GatherTarget<'a> {
     Coded(CodedWriter<'a>),
 }
 
-/// What goes along the walk over an extent.
+/// The state of one pass over an extent.
 struct GatherPass<'a> {
     target: GatherTarget<'a>,
     crc: ExtentCrc,
@@ -65,7 +65,7 @@ impl GatherPass<'_> {
         self.gate.is_closed() || !self.fits
     }
 
-    /// Has `fill` fill the next bytes of the extent, those in `range`, and takes their CRC.
+    /// Lets `fill` write the next bytes of the extent, those in `range`, and takes their CRC.
     fn tile(&mut self, range: Range<usize>, fill: impl FnOnce(&mut [u8])) {
         match &mut self.target {
             GatherTarget::Raw(extent) => {
@@ -89,7 +89,7 @@ impl GatherPass<'_> {
     }
 }
 
-/// Whether it came to the end.
+/// Whether the whole plane was gathered.
 fn gather_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut GatherPass<'_>) -> bool {
     let step = tile_tokens(plane.token_bytes);
     let mut runs = Cursor::new(part.plan);

@@ -19,7 +19,7 @@ impl Plane {
         let end = (run.token as usize + run.len as usize).min(tokens.end);
         let shift = run.slot as usize;
         let run_token = run.token as usize;
-        // Blocks that follow each other without a gap are one block as far as copies are concerned.
+        // For copies, blocks without gaps between them are one block.
         let joined = self.block_stride == self.token_stride * self.block_tokens;
         let mut token = first;
         std::iter::from_fn(move || {
@@ -42,7 +42,7 @@ impl Plane {
         };
         let heads = axis(self.heads, self.head_bytes, self.head_stride);
         let tokens = axis(tokens, self.token_bytes, self.token_stride);
-        // The paged side is the cold one: it is walked in the order of its addresses.
+        // In the order of addresses on the paged side, which is not in the caches.
         let heads_inside = self.heads == 1 || self.head_stride <= self.token_stride;
         let (outer, inner) = if heads_inside { (tokens, heads) } else { (heads, tokens) };
         Grid { outer, inner, bytes: self.head_bytes }

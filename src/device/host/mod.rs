@@ -1,11 +1,11 @@
 //! The host device: worker threads that copy between staging and KV in host memory.
 //!
-//! Jobs run in the order of their arrival, scatters (someone's attention waits) before gathers. But
-//! one pick in [`GATHER_TURN`] goes to a waiting gather, so that a server that never stops loading
-//! still stores. A job that panics is reported as failed and the worker goes on.
+//! Jobs run in the order of their arrival, scatters before gathers, since a request waits for its
+//! load. But one pick in [`GATHER_TURN`] goes to a waiting gather, so that a server that never
+//! stops loading still stores. A job that panics is reported as failed and the worker goes on.
 //!
 //! The files: `scatter` and `gather` (the two jobs), `grids` and `copy` (tokens of a plane as
-//! copies), `crc`, `exp4/` (the codec).
+//! copies), `crc` (checksums and tiles), `exp4/` (the codec).
 //!
 //! Must not: touch paged memory outside a job's gate, call `done` with a lock or a guard held.
 
@@ -172,8 +172,8 @@ impl Device for HostDevice {
         self.shared.wake.notify_all();
         let workers = std::mem::take(&mut *self.workers.lock());
         for worker in workers {
-            // A `done` that drops the last handle runs on a worker, which cannot wait for itself:
-            // it ends on its own.
+            // A `done` that drops the last handle runs on a worker, which cannot wait for itself.
+            // That worker ends on its own.
             if worker.thread().id() != thread::current().id() && worker.join().is_err() {
                 tracing::error!("a copy thread has panicked");
             }
@@ -209,7 +209,7 @@ impl HostShared {
     }
 }
 
-/// What the copy loops say of a job that did not fail.
+/// The result of the copy loops for a job that did not fail.
 #[derive(Default)]
 struct CopyOutcome {
     crcs: Vec<u32>,
@@ -245,16 +245,16 @@ fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<C
         job.staging.as_mut_slice().fill(0);
     }
     let (CopyOutcome { crcs, skipped, skipped_blocks, .. }, error) = guarded(|| run(&job));
-    let ScatterJob { kv, staging, parts, gate, done, .. } = job;
-    // Whoever is notified of the end may expect that nothing of it is still held.
-    drop((kv, parts, gate));
+    let ScatterJob { kv, staging, parts, gate, after, launched, done, .. } = job;
+    // When `done` is called, the job must hold nothing of the caller's any more.
+    drop((kv, parts, gate, after, launched));
     call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
 }
 
 fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<CopyOutcome>) {
     let (CopyOutcome { crcs, skipped, misfit, skipped_blocks }, error) = guarded(|| run(&mut job));
-    let GatherJob { kv, staging, parts, gate, done, .. } = job;
-    drop((kv, parts, gate));
+    let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
+    drop((kv, parts, gate, after, launched));
     call(|| done(Gathered { staging, crcs, skipped, misfit, skipped_blocks, error }));
 }
 

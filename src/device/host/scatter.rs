@@ -1,5 +1,5 @@
-//! Staging into paged KV: the CRC of a tile, its values where it is coded, then its tokens to their
-//! slots.
+//! Staging into paged KV, tile by tile: the CRC, the values where the extent is coded, then the
+//! tokens to their slots.
 #![expect(unsafe_code, reason = "writes to the caller's paged KV")]
 
 use std::ops::Range;
@@ -19,8 +19,8 @@ pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
     let staging = job.staging.as_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
     let Some(_guard) = job.gate.enter() else { return Ok(CopyOutcome::skipped()) };
-    // Dropped before the guard, whichever way this ends: who has closed the gate may use the
-    // memory.
+    // Declared after the guard, to be dropped before it: once the guard is gone, the caller may use
+    // the memory.
     let _drain = Drain;
     let mut outcome = CopyOutcome { crcs: Vec::with_capacity(parts.len()), ..CopyOutcome::default() };
     for part in &parts {
@@ -51,7 +51,7 @@ enum Source<'a> {
     Coded(CodedReader<'a>),
 }
 
-/// What goes along the walk over an extent.
+/// The state of one pass over an extent.
 struct ScatterPass<'a> {
     source: Source<'a>,
     crc: ExtentCrc,
@@ -59,7 +59,7 @@ struct ScatterPass<'a> {
 }
 
 impl ScatterPass<'_> {
-    /// The bytes in a range of the extent, which come to the CRC here.
+    /// The bytes in a range of the extent, whose CRC is taken here.
     fn tile(&mut self, range: Range<usize>) -> &[u8] {
         match &mut self.source {
             Source::Raw(extent) => {

@@ -1,13 +1,13 @@
 //! Which parts of the pinned memory are in use: runs of equal units, first fit.
 //!
 //! Pieces of requests differ in size, so fixed slots would either waste most of the memory on small
-//! ones or cut large ones. Whoever waits is served in order, so freed runs join again and nobody
-//! starves. No lock and no memory of its own.
+//! ones or cut large ones. The queue serves waiting pieces in order, so freed runs join again and
+//! no piece starves. No lock and no memory of its own.
 
 /// Bytes of a unit.
 pub(super) const UNIT_BYTES: usize = 64 << 10;
 
-/// A run of units that somebody holds.
+/// A run of units that is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ArenaRun {
     first: usize,
@@ -34,8 +34,8 @@ impl Arena {
         Self { used: vec![false; units], free: units }
     }
 
-    /// A run for `wanted` bytes, or the longest one that is free if that is `enough` bytes at
-    /// least. Gives the run and how many of the wanted bytes fit.
+    /// A run for `wanted` bytes, or else the longest free one if it has at least `enough` bytes.
+    /// Gives the run and how many of the wanted bytes fit.
     pub(super) fn take(&mut self, wanted: usize, enough: usize) -> Option<(ArenaRun, usize)> {
         let wanted_units = wanted.div_ceil(UNIT_BYTES).max(1);
         let enough_units = enough.div_ceil(UNIT_BYTES).clamp(1, wanted_units);
@@ -51,7 +51,7 @@ impl Arena {
         self.mark(run, false);
     }
 
-    /// Whether nobody holds anything.
+    /// Whether nothing is in use.
     pub(super) fn is_idle(&self) -> bool {
         self.free == self.used.len()
     }

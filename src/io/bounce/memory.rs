@@ -1,8 +1,7 @@
 //! The pinned host memory of a bounce queue, lent out piece by piece.
 //!
-//! Invariant: a piece is nobody else's from [`BounceMemory::take`] until its [`PinnedSlot`] is
-//! dropped, by whoever holds it then: a drive that hangs keeps the slot, not the accelerator's
-//! memory.
+//! Invariant: a piece has one user, from [`BounceMemory::take`] until its [`PinnedSlot`] is
+//! dropped. A transfer that hangs at the drive keeps the slot, not the accelerator's memory.
 #![expect(unsafe_code, reason = "pieces of a region are handed to the kernel by address")]
 
 use std::sync::{Arc, Weak};
@@ -15,12 +14,12 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::jobs::Upcoming;
 use crate::io::{IoBuf, MemRegion, MemorySpace, Mover};
 
-/// Largest piece: a copy of this size runs at full speed, and its latency is small against the read
-/// of the next.
+/// Largest piece: a copy of this size runs at full speed, and takes little time compared with the
+/// read of the next piece.
 const MAX_PIECE_BYTES: usize = 4 << 20;
-/// Pieces that the memory holds at least, so that reads and copies overlap.
+/// Pieces for which the memory has room at least, so that reads and copies overlap.
 const MIN_PIECES: usize = 8;
-/// A piece of this size is worth starting where the wanted one does not fit.
+/// Where the wanted piece does not fit, one of at least this size is started instead.
 const ENOUGH_BYTES: usize = 1 << 20;
 /// Less pinned memory than this is not tried.
 const LEAST_BYTES: usize = 1 << 20;
@@ -29,7 +28,7 @@ pub(super) struct BounceMemory {
     region: Arc<dyn MemRegion>,
     arena: Mutex<Arena>,
     piece_bytes: usize,
-    /// Whom to tell that a slot is free.
+    /// Starts waiting pieces when a slot is dropped.
     queue: Weak<BounceShared>,
 }
 
@@ -41,7 +40,7 @@ impl BounceMemory {
         Arc::new(Self { region, arena, piece_bytes, queue })
     }
 
-    /// Memory for a piece of what is `next`, and how many bytes of it fit.
+    /// Memory for a piece of the `next` request, and how many bytes of it fit.
     pub(super) fn take(self: &Arc<Self>, next: Upcoming) -> Option<(PinnedSlot, usize)> {
         let wanted = next.bytes.min(self.piece_bytes);
         let mut arena = self.arena.lock();
@@ -64,8 +63,8 @@ pub(super) fn check(region: &dyn MemRegion) -> Result<()> {
     Err(Error::new(ErrorKind::Config, message).advice("raise `pinned_staging`"))
 }
 
-/// `wanted` bytes of pinned memory, or less where there is not so much; the second value says that
-/// it is less.
+/// `wanted` bytes of pinned memory, halved until the mover has it; the second value says whether it
+/// is less.
 pub(in crate::io) fn pinned(mover: &dyn Mover, wanted: usize) -> Result<(Arc<dyn MemRegion>, bool)> {
     let mut bytes = wanted;
     loop {
@@ -82,20 +81,20 @@ pub(super) struct PinnedSlot {
     memory: Arc<BounceMemory>,
     run: ArenaRun,
     len: usize,
-    /// Whether the queue does not know its end yet.
+    /// Whether its drop lets the queue start waiting pieces.
     tells: bool,
 }
 
 impl PinnedSlot {
-    /// Gives back what was taken for nothing, under the queue's lock.
+    /// Gives an unused slot back under the queue's lock, which the usual drop would take.
     pub(super) fn put_back(mut self) {
         self.tells = false;
     }
 }
 
 // SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as
-// long as it lives, and the slot keeps it. Whoever made the region answers for its bytes being
-// initialised.
+// long as it lives, and the slot keeps it. That its bytes are initialised is the promise of the
+// mover that made it.
 unsafe impl IoBuf for PinnedSlot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.memory.region.as_mut_ptr().wrapping_add(self.run.offset())

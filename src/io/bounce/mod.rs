@@ -1,6 +1,6 @@
-//! An accelerator's memory by way of the host's: a queue that moves every piece of a request
-//! through pinned memory, with the host's queue on one side and the [`Mover`]'s copies on the
-//! other.
+//! A queue for an accelerator's memory that moves each piece of a request through pinned host
+//! memory: by the host's queue between drive and pinned memory, by the [`Mover`]'s copies between
+//! pinned memory and the accelerator.
 //!
 //! A read goes drive, pinned memory, accelerator; a write the other way. Requests are cut into
 //! pieces, so that the copy of one overlaps the transfer of the next; pieces wait in order for
@@ -10,8 +10,8 @@
 //! both. The only thread here is a watchdog, which sleeps without a timer while nothing is in
 //! flight.
 //!
-//! The files: `part` (one piece's way), `memory` (the pinned memory, lent piece by piece), `arena`
-//! (which parts of it are in use).
+//! The files: `part` (the steps of one piece), `memory` (the pinned memory, lent piece by piece),
+//! `arena` (which parts of it are in use).
 
 mod arena;
 mod memory;
@@ -40,7 +40,7 @@ pub(super) struct BounceShared {
     host: Arc<dyn QueueBackend>,
     mover: Arc<dyn Mover>,
     memory: Arc<BounceMemory>,
-    /// What the parts of requests count in, so that they do not count as requests.
+    /// Counters for pieces at the host's queue, where they must not count as requests.
     parts: Arc<IoStats>,
     watch: Condvar,
     me: Weak<BounceShared>,
@@ -56,12 +56,13 @@ enum Stage {
 pub(super) struct BounceState {
     jobs: Jobs,
     closing: Closing,
-    /// Pieces under way, by a number that is never used again; one that is not here any more was
-    /// given up.
+    /// Pieces under way, by a number that is never used again. One that is not here has ended or
+    /// was given up.
     parts: HashMap<u64, (IoSpan, Stage)>,
     next_part: u64,
-    /// A thread is starting pieces; there may be more to start than it has seen.
+    /// A thread is starting pieces.
     pumping: bool,
+    /// That thread has to look again for pieces to start.
     again: bool,
     watching_until: Option<Instant>,
     watched: bool,
@@ -72,7 +73,7 @@ impl BounceState {
         self.closing.has_begun() && self.jobs.live() == 0
     }
 
-    /// Takes the pieces at the drive back whose callers wait no longer.
+    /// Counts the pieces at the drive as ended whose requests are to be given up.
     fn withdraw(&mut self, now: Instant, all: bool) {
         let jobs = &mut self.jobs;
         self.parts.retain(|_, (span, stage)| {
@@ -85,6 +86,7 @@ impl BounceState {
         });
     }
 
+    /// Gives up the requests whose time is up, or all when the close no longer waits.
     fn give_up_late(&mut self, now: Instant) -> Expired {
         let abandon = self.closing.abandons(now);
         if !abandon && self.jobs.next_check().is_none_or(|t| now < t) {
@@ -168,8 +170,8 @@ impl Behind for BounceShared {
 }
 
 impl BounceShared {
-    /// Starts what can be started. One thread does it at a time, so that pieces reach the host's
-    /// queue in order.
+    /// Starts the pieces for which there is memory. One thread does it at a time, so that pieces
+    /// reach the host's queue in order.
     fn pump(&self) {
         if self.frame.is_forked() {
             return;

@@ -1,7 +1,7 @@
-//! One piece's way: from the drive into pinned memory and on to the accelerator, or back.
+//! The steps of one piece: from the drive into pinned memory and on to the accelerator, or back.
 //!
-//! Invariant: the accelerator's memory is named to the mover only while the job table keeps it,
-//! that is from the start of a copy, which is never given up, until its `done`.
+//! Invariant: the mover gets an address of the accelerator's memory only while the job table keeps
+//! that memory: a piece that is being copied is never withdrawn, so it is kept until `done`.
 #![expect(unsafe_code, reason = "copies name the accelerator's memory by its address")]
 
 use std::sync::Arc;
@@ -31,7 +31,7 @@ struct Target {
     len: usize,
 }
 
-/// Calls back exactly once, also where a mover forgets to.
+/// Calls back exactly once, also if a mover drops it uncalled.
 struct CallOnce<F: FnOnce(Result<()>)>(Option<F>);
 
 impl<F: FnOnce(Result<()>)> CallOnce<F> {
@@ -158,14 +158,17 @@ impl BounceShared {
         self.to_host(target.part, Request { len: target.len, ..request }, deadline);
     }
 
-    /// Moves a part to its next stage; `false` where nobody waits for it any more: then it has
-    /// ended.
+    /// Moves a part to its next stage. Where nobody waits for it any more, ends it and gives
+    /// `false`.
     fn advances(&self, target: Target, stage: Stage) -> bool {
         let mut state = self.frame.state.lock();
-        let Some((span, at)) = state.parts.get_mut(&target.part) else { return false };
-        let job = span.job;
-        *at = stage;
-        let dying = state.jobs.is_dying(job);
+        let Some((span, _)) = state.parts.get(&target.part) else { return false };
+        let dying = state.jobs.is_dying(span.job);
+        // A part that is ended below keeps its stage: one whose caller has been answered must not
+        // be withdrawn in between, or its job would never end.
+        if let Some((_, at)) = state.parts.get_mut(&target.part).filter(|_| !dying) {
+            *at = stage;
+        }
         drop(state);
         if dying {
             self.part_ended(target.part, Ok(target.len));

@@ -25,14 +25,14 @@ use crate::io::{DirectFile, MemRegion};
 
 /// Memory is registered in pieces of this size; larger ones fail on some machines.
 const PIECE_BYTES: usize = 16 << 20;
-/// With counters for each GPU.
+/// The level that has counters for each GPU.
 const STATISTICS_LEVEL: i32 = 3;
-/// The first version that counts.
+/// The first version whose counters are used.
 const STATISTICS_SINCE: Version = Version { major: 1, minor: 15 };
-/// A descriptor of this number is registered already, by somebody else in this process.
+/// cuFile's error when a descriptor of this number is registered already in this process.
 const HANDLE_ALREADY_REGISTERED: i32 = 5028;
 
-/// The functions that we need; a library without one of them is not used.
+/// The functions that are called; a library without one of them is not used.
 #[derive(Clone, Copy)]
 struct CufileCalls {
     handle_register: unsafe extern "C" fn(*mut Handle, *mut Descr) -> CuFileError,
@@ -87,7 +87,7 @@ impl Refused {
 
 struct Registration {
     handle: Handle,
-    /// The descriptor that is registered, where it is not the file's.
+    /// The descriptor that is registered, where it is not the file's own.
     _own: Option<OwnedFd>,
 }
 
@@ -99,7 +99,7 @@ unsafe impl Sync for Registration {}
 /// Bytes of a region that could be registered, and why not the rest.
 pub(super) type Trouble = (usize, CufileReason);
 
-/// Where a block lies: memory known to cuFile by `base`, and the offset in it.
+/// Where a block lies: the address `base` that is registered with cuFile, and the offset from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RegisteredSpan {
     pub(super) base: *mut u8,
@@ -108,7 +108,7 @@ pub(super) struct RegisteredSpan {
 }
 
 impl Driver {
-    /// The driver of this process, opened by the first call. A failure stays.
+    /// The driver of this process, opened by the first call. After a failure it is not tried again.
     pub(super) fn get() -> Result<Arc<Self>, CufileReason> {
         static DRIVER: OnceLock<Result<Arc<Driver>, CufileReason>> = OnceLock::new();
         let driver = DRIVER.get_or_init(Self::open).clone()?;
@@ -119,7 +119,7 @@ impl Driver {
     }
 
     fn open() -> Result<Arc<Self>, CufileReason> {
-        // Without it the driver never returns.
+        // Where /proc/modules cannot be read, opening the driver never returns.
         if let Err(e) = std::fs::File::open("/proc/modules") {
             return Err(CufileReason::new(CufileCause::NoModules, e.to_string()));
         }
@@ -157,9 +157,9 @@ impl Driver {
         self.version
     }
 
-    /// Lets cuFile count; `false` where it cannot (before 1.15).
+    /// Starts cuFile's counters; `false` where they are not used (before 1.15).
     pub(super) fn start_statistics(&self) -> bool {
-        // What a library before 1.15 would write is not known.
+        // The layout of an older library's counters is not known.
         if self.version.is_none_or(|v| v < STATISTICS_SINCE) {
             return false;
         }
@@ -169,7 +169,7 @@ impl Driver {
         unsafe { set_level(STATISTICS_LEVEL).check().is_ok() && start().check().is_ok() }
     }
 
-    /// What it has counted; `None` where it does not say.
+    /// Its counters, summed over the GPUs; `None` where it has none.
     pub(super) fn counters(&self) -> Option<TrialCounters> {
         let mut out = TrialCounters::default();
         let (get, version) = self.library.symbols().get_stats_l3.zip(self.version)?;
@@ -212,7 +212,7 @@ impl Driver {
         Ok(transferred(n))
     }
 
-    /// The file's entry; new ones are forgotten when the file is closed.
+    /// The file's entry; it is removed when the file is closed.
     fn entry(&self, file: &Arc<DirectFile>) -> Arc<FileRegistration> {
         let mut files = self.files.lock();
         if let Some(entry) = files.get(&file.id()) {
@@ -231,8 +231,8 @@ impl Driver {
         match self.register_fd(own.as_raw_fd()) {
             Ok(handle) => Ok(Registration { handle, _own: Some(own) }),
             Err(e) if e.err == HANDLE_ALREADY_REGISTERED => {
-                // The number of a descriptor that somebody has closed and not deregistered; another
-                // one is free.
+                // Somebody closed a descriptor of this number without deregistering it. A duplicate
+                // has another number.
                 let Ok(other) = own.try_clone() else { return Err(Refused::of(e)) };
                 let handle = self.register_fd(other.as_raw_fd()).map_err(Refused::of)?;
                 Ok(Registration { handle, _own: Some(other) })
@@ -248,8 +248,11 @@ impl Driver {
         Ok(handle)
     }
 
-    /// Registers a region, or finds that it is; says after how many bytes it failed, and why.
-    pub(super) fn register_region(self: &Arc<Self>, region: &Arc<dyn MemRegion>) -> (Arc<CufileRegion>, Option<Trouble>) {
+    /// Registers a region, or gives its registration; says after how many bytes it failed, and why.
+    pub(super) fn register_region(
+        self: &Arc<Self>,
+        region: &Arc<dyn MemRegion>,
+    ) -> (Arc<CufileRegion>, Option<Trouble>) {
         let mut regions = self.regions.lock();
         if let Some(there) = regions.get(&region.id()).and_then(Weak::upgrade) {
             return (there, None);
@@ -266,8 +269,8 @@ impl Driver {
     }
 }
 
-/// The same file by a descriptor for cuFile alone: it refuses descriptors that were opened with
-/// `O_NOFOLLOW` or `O_TMPFILE`, as ours are, and there is no turning that off.
+/// A second descriptor of the file, for cuFile alone: it refuses descriptors that were opened with
+/// `O_NOFOLLOW`, as the file's was, and that flag cannot be taken off.
 fn reopened(file: &DirectFile) -> Option<OwnedFd> {
     // SAFETY: a system call without pointers on an open descriptor.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
@@ -283,7 +286,7 @@ fn reopened(file: &DirectFile) -> Option<OwnedFd> {
 
 fn tried(e: &cufile_sys::OpenError) -> String {
     match e.tried.as_slice() {
-        // Only one is tried where the user named it: its own trouble matters.
+        // Only one is tried where the user named it, so its error is the cause.
         [(path, why)] => format!("{}: {why}", path.display()),
         _ => String::new(),
     }

@@ -1,6 +1,5 @@
 //! What libcufile reads from the environment, set before it is loaded unless the user has set it: a
-//! configuration file with values that suit us, and a log file that does not land in the working
-//! directory.
+//! configuration file with values for Forebay, and a log file outside the working directory.
 #![expect(unsafe_code, reason = "the environment can only be set unsafely, and C reads it")]
 
 use std::fs::{DirBuilder, File};
@@ -36,8 +35,8 @@ static SET: Once = Once::new();
 static OUR_JSON: AtomicBool = AtomicBool::new(false);
 static OUR_LOG: AtomicBool = AtomicBool::new(false);
 
-/// Sets what the user has not set; once per process. Gives the directory of our files where this
-/// call made one.
+/// Sets the variables that the user has not set; once per process. Gives the directory of the files
+/// that they name, where this call made it.
 pub(super) fn prepare() -> Option<PathBuf> {
     let mut made = None;
     SET.call_once(|| {
@@ -66,7 +65,8 @@ pub(super) fn prepare() -> Option<PathBuf> {
     made
 }
 
-/// The variables that hold our values, not the user's: no other program is to inherit them.
+/// The variables that Forebay has set and not the user; programs that it starts must not inherit
+/// them.
 pub(super) fn ours() -> impl Iterator<Item = &'static str> {
     let json = OUR_JSON.load(Ordering::Acquire).then_some(JSON_VARIABLE);
     let log = OUR_LOG.load(Ordering::Acquire).then_some(LOG_VARIABLE);

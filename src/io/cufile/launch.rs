@@ -1,7 +1,7 @@
 //! Runs the trial in a program of its own, for at most 30 seconds.
 //!
-//! The program is started by exec, never as a fork that goes on: neither CUDA nor cuFile survives a
-//! fork. Invariant: whatever the program does, its caller has an answer when the time is up.
+//! The program is started by exec, since neither CUDA nor cuFile works in a forked child.
+//! Invariant: whatever the program does, the caller has an answer when the time is up.
 
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
@@ -21,11 +21,12 @@ pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
 /// A trial that takes longer has failed. CUDA's start alone takes seconds on a machine with eight
 /// GPUs.
 pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Between two looks whether the program has ended, after it has answered.
+/// Time between two checks whether the program has ended, after it closed its output without a
+/// report.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
-/// The `forebay` program: the one that is named, the one that the process gave, the one next to
-/// this program, or the first on the search path.
+/// The `forebay` program: named by the variable, set by the process, next to this program, or the
+/// first on the search path.
 pub(super) fn program() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os(PROGRAM_VARIABLE).filter(|p| !p.is_empty()) {
         return Some(PathBuf::from(named));
@@ -41,13 +42,13 @@ pub(super) fn program() -> Option<PathBuf> {
 
 /// Tries cuFile in `dir` with memory of the accelerator with this ordinal.
 pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
-    match started(program, dir, gpu).map_err(|e| {
-        CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display()))
-    }) {
+    match started(program, dir, gpu)
+        .map_err(|e| CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display())))
+    {
         Ok(child) => {
             let file = file_of(dir, child.id());
             let report = answer(child, timeout);
-            // One that was killed or crashed leaves its file behind.
+            // A trial that was killed or crashed leaves its file behind.
             let _ = std::fs::remove_file(file);
             report
         }
@@ -83,7 +84,7 @@ fn answer(mut child: Child, timeout: Duration) -> TrialReport {
         Ok(Ok(text)) => text,
         _ => return killed(child, timeout),
     };
-    // A report is an answer even where the library hangs while the program ends.
+    // With a report the program's end does not matter; the library may hang there.
     if let Some(report) = TrialReport::from_output(&text) {
         reap(child);
         return report;
@@ -110,7 +111,7 @@ fn killed(mut child: Child, timeout: Duration) -> TrialReport {
     TrialReport::failed(CufileReason::new(CufileCause::TimedOut, detail))
 }
 
-/// Collects a program that has ended or will. One that is stuck in the kernel may take its time.
+/// Waits for the program's end, on a thread of its own: one that hangs in the kernel may not end.
 fn reap(mut child: Child) {
     let wait = move || drop(child.wait());
     drop(std::thread::Builder::new().name("fb-reap".to_owned()).spawn(wait));

@@ -1,13 +1,18 @@
 //! An accelerator's memory by cuFile (GPUDirect Storage): the drive writes into it and reads from
 //! it.
 //!
-//! `launch` runs the `trial` in a program of its own; only where that moved bytes the right way
-//! does `driver` open the library here. `transfer` is what the threads of a [`Pool`] do with a
-//! block; `environment` is what is set before the library is loaded; `nvfs` reads the kernel
-//! module's counters; `reason` says why it is not used. Calls are synchronous on long-lived
-//! handles: cuFile's batches report success for short transfers in several versions. Invariants:
-//! nothing of cuFile is called where its driver would hang; what fails for the path's sake is
-//! served by the queue below, and no caller notices.
+//! Calls are synchronous, since cuFile's batches report success for short transfers in several
+//! versions. Invariants: this process opens cuFile's driver only after the trial has moved bytes on
+//! a path that is to be used; a transfer that fails on cuFile's path and not on another is served
+//! by the queue below, and the caller does not notice.
+//!
+//! The files:
+//! - `launch`: runs the `trial` in a program of its own.
+//! - `driver`: the library in this process, and what is registered with it.
+//! - `transfer`: what the threads of a [`Pool`] do with a block.
+//! - `environment`: what is set before the library is loaded.
+//! - `nvfs`: the counters of the kernel module nvidia-fs.
+//! - `reason`: why cuFile is not used.
 
 mod driver;
 mod environment;
@@ -25,7 +30,7 @@ use super::router::DevicePath;
 use super::{CufileChoice, DeviceSide, IoPath, MemorySpace, Notes, QueueBackend, QueueSpec};
 use crate::error::Result;
 
-use driver::{Driver, CufileRegion};
+use driver::{CufileRegion, Driver};
 use transfer::CufileTransfers;
 
 pub use reason::{CufileCause, CufileReason};
@@ -40,7 +45,7 @@ pub(super) struct Ready {
     pub(super) path: IoPath,
 }
 
-/// What there is of cuFile, and why there is no more.
+/// cuFile where it is used, and why paths of it are not.
 pub(super) struct CufileSupport {
     pub(super) ready: Option<Ready>,
     pub(super) reasons: Vec<(IoPath, String)>,
@@ -52,7 +57,7 @@ fn against_all(reason: &CufileReason) -> Vec<(IoPath, String)> {
 }
 
 impl TrialReport {
-    /// The paths of cuFile that are not used by themselves after this trial, and why.
+    /// The paths of cuFile that are not used unless the settings force it, and why.
     #[must_use]
     pub fn reasons(&self) -> Vec<(IoPath, String)> {
         let Some(path) = self.verdict else {
@@ -68,8 +73,8 @@ impl TrialReport {
 }
 
 /// Tries cuFile in `dir`, with memory of this GPU or else the host's, in a program of its own;
-/// takes 30 seconds at most. The program is `forebay`: named by `FOREBAY_PROGRAM`, next to this
-/// one, or on the search path.
+/// takes 30 seconds at most. The program is `forebay`, found as [`set_program`](super::set_program)
+/// says.
 #[must_use]
 pub fn try_cufile(dir: &Path, gpu: Option<u32>) -> TrialReport {
     match launch::program() {
@@ -103,8 +108,8 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
     let (Some(path), false) = (report.verdict, compat && side.cufile != CufileChoice::Force) else {
         return Ok(CufileSupport { ready: None, reasons: report.reasons() });
     };
-    // Registering memory takes a thread that can use the accelerator, which the caller's need not
-    // become.
+    // Registering memory needs a thread that is bound to the accelerator. A new one, so that the
+    // caller's thread is left as it is.
     let opened = std::thread::scope(|scope| {
         let opening = std::thread::Builder::new().name("fb-cufile".to_owned()).spawn_scoped(scope, || {
             side.mover.bind_thread().map_err(|e| CufileReason::new(CufileCause::NoGpu, e.to_string()))?;
@@ -146,7 +151,7 @@ fn try_out(place: MemorySpace, dir: Option<&Path>) -> std::result::Result<TrialR
     }
 }
 
-/// Why the cuFile paths above `path` are not the way that the bytes went.
+/// Why the bytes went by `path`, and not by a better path of cuFile.
 fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
     let nvidia_fs = Path::new("/proc/driver/nvidia-fs/version").exists();
     let gds = if nvidia_fs {
@@ -167,7 +172,7 @@ fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
 }
 
 impl Ready {
-    /// What the queues of a drive share: whether cuFile is still used.
+    /// The health that the queues of a drive share: whether cuFile is still used.
     pub(super) fn health(&self, path: DevicePath, notes: Notes) -> Arc<CufileHealth> {
         CufileHealth::new(self.path, path, notes)
     }

@@ -1,7 +1,7 @@
-//! nvidia-fs's own count of its reads and writes, for libraries that do not count by way.
+//! nvidia-fs's own count of its reads and writes, for versions of libcufile without counters.
 //!
-//! It counts for the whole machine, and only with its parameter `rw_stats_enabled`: counts that
-//! stand still say nothing.
+//! It counts for the whole machine, and only with its parameter `rw_stats_enabled`, so counts that
+//! did not change say nothing.
 
 /// Reads and writes that went well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// As of now; `None` where the module is not there or does not say.
+    /// The counts now; `None` where the module is not there or does not say.
     pub(super) fn now() -> Option<Self> {
         Self::parse(&std::fs::read_to_string("/proc/driver/nvidia-fs/stats").ok()?)
     }

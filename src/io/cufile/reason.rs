@@ -1,7 +1,7 @@
 //! Why cuFile is not used: one cause each, in plain language, with what to do about it.
 //!
-//! To add a cause: a row in the table below, and the place that finds it. Texts name no code alone:
-//! whoever reads them may never have seen `cufile.h`.
+//! To add a cause, add a row to the table below and use it where it is found. No text has a number
+//! alone, since its reader may not know `cufile.h`.
 
 use std::fmt;
 
@@ -111,7 +111,7 @@ causes! {
 }
 
 impl CufileCause {
-    /// What an error of cuFile (5001 and up) says about the machine.
+    /// The cause of an error of cuFile (5001 and up).
     pub(super) const fn of_error(err: i32) -> Self {
         match err {
             5002..=5005 | 5010 | 5048 => Self::NoNvidiaFs,

@@ -1,11 +1,11 @@
-//! How the threads of a cuFile queue move a block: one synchronous call, its length checked, and
-//! the same block again through the queue below where cuFile is at fault.
+//! How the threads of a cuFile queue move a block: by synchronous calls whose lengths are checked,
+//! and if cuFile fails, by the queue below.
 //!
-//! Invariants: a caller never sees a fault of the path, only of the drive's: those the queue
-//! below has found too, or `errno`s that no other path would avoid; a short count is never taken
-//! for success; a block is given to the queue below only after cuFile's call has returned. A read
-//! that waits for a call which hangs is served into spare memory, and its own stays behind; a write
-//! is not, as the call may still change the file: it times out.
+//! Invariants: a caller never sees an error of cuFile's path, only one of the drive: the queue
+//! below has met it too, or its `errno` would be the same on any path; a short count is never taken
+//! for success; a block is given to the queue below only after cuFile's call has returned. If a
+//! call hangs, its read is served into other memory, and its own memory stays with the call. A
+//! write whose call hangs times out, since the call may still change the file.
 #![expect(unsafe_code, reason = "memory is named by its address")]
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crossbeam_channel::{Sender, bounded};
 use cufile_sys::TransferError;
 use parking_lot::Mutex;
 
-use super::driver::{Driver, Refused, CufileRegion, RegisteredSpan};
+use super::driver::{CufileRegion, Driver, Refused, RegisteredSpan};
 use super::reason::{CufileCause, CufileReason};
 use crate::error::{Error, ErrorKind};
 use crate::io::jobs::{Detached, Failed, Moved};
@@ -26,9 +26,9 @@ use crate::io::{
     Buf, Completion, Direction, IoBuf, IoPath, IoStats, MemorySpace, Mover, Notes, Op, QueueBackend, Request,
 };
 
-/// The path's faults after which it is given up.
+/// After this many faults cuFile is given up.
 const MAX_FAULTS: u32 = 3;
-/// So many blocks that went well make up for one fault.
+/// This many blocks without a fault cancel one fault.
 const FORGIVEN_AFTER: u32 = 1024;
 
 /// Whether cuFile is still used by the queues of one drive.
@@ -47,7 +47,7 @@ impl CufileHealth {
         Arc::new(Self { down, faults: AtomicU32::new(0), good: AtomicU32::new(0), path, using, notes })
     }
 
-    /// Whether it has been given up.
+    /// Whether cuFile has been given up.
     pub(in crate::io) fn is_down(&self) -> bool {
         self.down.load(Ordering::Acquire)
     }
@@ -59,7 +59,7 @@ impl CufileHealth {
         }
     }
 
-    /// The queue below did what cuFile could not.
+    /// Counts a block that failed by cuFile and went well by the queue below.
     fn fault(&self, reason: &CufileReason) {
         let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
         tracing::warn!(path = self.using.as_str(), faults, %reason, "cuFile failed a transfer; it was served another way");
@@ -87,18 +87,18 @@ pub(super) struct CufileTransfers {
     mover: Arc<dyn Mover>,
     health: Arc<CufileHealth>,
     direction: Direction,
-    /// What parts of requests count in at the queue below.
+    /// Counters for blocks at the queue below, where they must not count as requests.
     parts: Arc<IoStats>,
 }
 
-/// What came of cuFile's attempt.
+/// How cuFile's attempt at a block ended.
 enum Attempt {
     Done,
-    /// It is the drive's or the file's.
+    /// With an `errno` that any path would meet.
     Drive(i32),
-    /// cuFile does not take this file; it is no fault of the path.
+    /// cuFile does not take this file, which does not count as a fault.
     NotThisFile,
-    /// Another path may do better.
+    /// With an error that another path may avoid.
     Path(CufileReason),
 }
 
@@ -162,7 +162,8 @@ impl CufileTransfers {
             drop(free);
             Request::flush(Arc::clone(block.file), done)
         } else {
-            let lent = LentPiece { at: piece.ptr as usize, len: piece.span.len, place: self.mover.place(), _free: free };
+            let lent =
+                LentPiece { at: piece.ptr as usize, len: piece.span.len, place: self.mover.place(), _free: free };
             let request = Request::read(Arc::clone(block.file), piece.offset, Buf::new(lent), done);
             Request { op: piece.op, ..request }
         };
@@ -171,7 +172,7 @@ impl CufileTransfers {
         }
         let lost = || Error::new(ErrorKind::Internal, "an I/O queue lost a request");
         let result = ended.recv().map_err(|_| lost()).and_then(|c| c.result);
-        // Ends when the memory is dropped, by us with the completion or by the queue that kept it.
+        // Returns when the memory is dropped: with the completion, or later by the queue below.
         let _ = freed.recv();
         result.map(|()| piece.span.len).map_err(Failed::Because)
     }
@@ -237,19 +238,21 @@ impl Transfer for CufileTransfers {
     }
 
     fn over(&self) {
-        // The last user deregisters the memory, on this thread.
+        // If this is the last user, the memory is deregistered here, on a thread that must be
+        // bound.
         self.enter();
         *self.regions.lock() = Arc::default();
     }
 }
 
-/// Errors that any other path would meet too. `EIO` is none: a DMA that failed has it as well, and
-/// the queue below finds the drive's.
+/// Errors that any path would meet. Not `EIO`: it may come from cuFile's DMA alone. If the drive
+/// fails, the queue below meets the error too.
 fn is_the_drives(errno: i32) -> bool {
     matches!(errno, libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EROFS)
 }
 
-/// Files that cuFile refuses for what they are: unlinked, unnamed, not for direct I/O.
+/// How an attempt ends for a file that could not be registered. Numbers: cuFile does not take the
+/// file's kind, its flags, or direct I/O on it.
 fn of_refusal(refused: Refused) -> Attempt {
     if matches!(refused.err, 5018..=5020 | 5031) {
         return Attempt::NotThisFile;
@@ -262,12 +265,12 @@ struct LentPiece {
     at: usize,
     len: usize,
     place: MemorySpace,
-    /// Closed when the memory is no longer used.
+    /// Dropped with the piece, which wakes the thread that lent it.
     _free: Sender<()>,
 }
 
-// SAFETY: the thread that lends it owns the block until it reports the block's end, and waits for
-// this value to be dropped before.
+// SAFETY: the thread that lends it owns the block until it reports the block's end, and before that
+// waits until this value is dropped.
 unsafe impl IoBuf for LentPiece {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.at as *mut u8

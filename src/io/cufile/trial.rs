@@ -1,9 +1,9 @@
 //! The trial of cuFile, to be run in a program of its own: its driver may hang, crash, or start
-//! threads that outlive it.
+//! threads that do not end.
 //!
-//! A megabyte is written and read back in the directory of the cache, and cuFile's own counters, or
-//! else nvidia-fs's, tell which way the bytes went.
-//! Invariant: a verdict is given only after the bytes came back right.
+//! The caller's memory is written to a file in the cache's directory and read back, and cuFile's
+//! own counters, or else nvidia-fs's, tell which way the bytes went. Invariant: there is a verdict
+//! only after the right bytes came back.
 #![expect(unsafe_code, reason = "cuFile and copies know memory by its address")]
 
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::os::file_system_magic;
 use crate::io::{Buf, Copying, DirectFile, FileOptions, IoPath, MemRegion, MemorySpace, Mover};
 
-/// Memory for a trial: an accelerator's with the means to look at it, or the host's.
+/// Memory for a trial: an accelerator's, with copies to read and set it, or the host's.
 pub struct TrialMemory {
     /// The memory; 1 MiB is enough.
     pub buf: Buf,
@@ -32,7 +32,7 @@ pub struct TrialMemory {
 /// What a trial of cuFile found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrialReport {
-    /// The way the bytes went: one of the three of cuFile.
+    /// The way the bytes went: one of cuFile's three paths. `None` where the trial failed.
     pub verdict: Option<IoPath>,
     /// Why there is none, or what keeps the bytes from a direct way.
     pub reason: Option<CufileReason>,
@@ -61,7 +61,7 @@ impl TrialReport {
         Self { verdict: None, reason: Some(reason), library: None, version: None, counters: TrialCounters::default() }
     }
 
-    /// There was no memory to try it with.
+    /// The report where there was no GPU memory for the trial.
     #[must_use]
     pub fn without_gpu(why: &Error) -> Self {
         Self::failed(CufileReason::new(CufileCause::NoGpu, why.to_string()))
@@ -98,7 +98,7 @@ pub fn cufile_trial(dir: &Path, memory: TrialMemory) -> TrialReport {
     if report.verdict == Some(IoPath::CufileCompat) && report.reason.is_none() {
         report.reason = Some(CufileReason::plain(CufileCause::CompatOnly));
     }
-    // What cuFile still logs after this goes to the file that it holds open.
+    // What cuFile still logs goes to its open file, which has no name any more.
     if let Some(dir) = ours {
         let _ = std::fs::remove_dir_all(dir);
     }
@@ -136,7 +136,7 @@ fn verdict(counters: TrialCounters) -> IoPath {
     }
 }
 
-/// File systems on which nothing direct is to be had, whatever cuFile says.
+/// Refuses file systems that have no direct path, whatever cuFile says.
 fn file_system(dir: &Path) -> std::result::Result<(), CufileReason> {
     const TMPFS: u64 = 0x0102_1994;
     const RAMFS: u64 = 0x8584_58f6;
@@ -159,7 +159,7 @@ pub(super) fn file_of(dir: &Path, pid: u32) -> PathBuf {
     dir.join(format!(".forebay-cufile-{pid}"))
 }
 
-/// A file that has a name as long as it is needed: cuFile does not take one without.
+/// A file that keeps its name during the trial, since cuFile takes no unnamed file.
 struct TrialFile(Arc<DirectFile>);
 
 impl TrialFile {

@@ -111,7 +111,7 @@ fn interrupted_blocks_are_tried_again_but_not_for_ever() {
 }
 
 #[test]
-fn a_time_out_is_told_once_and_the_buffer_stays_until_the_last_block_is_back() {
+fn a_time_out_is_delivered_once_and_the_buffer_stays_until_the_last_block_has_ended() {
     let mut b = Bench::new();
     let rx = b.admit(Op::Read, 3);
     let (one, two) = (b.jobs.next().unwrap(), b.jobs.next().unwrap());
@@ -128,7 +128,7 @@ fn a_time_out_is_told_once_and_the_buffer_stays_until_the_last_block_is_back() {
     assert_eq!(b.stats.counts().quarantined, 1);
     b.end(two.span, Err(libc::EINTR));
     assert_eq!((b.stats.counts().quarantined, b.stats.in_flight(), b.jobs.live()), (0, 0, 0));
-    assert!(rx.try_recv().is_err(), "told twice");
+    assert!(rx.try_recv().is_err(), "delivered twice");
 }
 
 #[test]

@@ -1,11 +1,14 @@
 //! The `io_uring` backend: one owner thread per queue, which alone touches its ring.
 //!
-//! Callers' requests go into a locked inbox; the owner is woken through an eventfd that the ring
-//! polls, only where it sleeps. The [`owner`] issues blocks, takes completions and tells callers;
-//! the [`ring`] knows the kernel's interface; [`tables`] remembers which memory and files are
-//! registered. Invariants: the inbox lock is never held over a system call or a callback; nobody
-//! polls or ticks: an idle owner sleeps in the kernel without a timer; the ring, its jobs and their
-//! buffers die together, after the last completion.
+//! Callers' requests go into a locked inbox. If the owner sleeps, they wake it through an eventfd
+//! that the ring polls, the bell. Invariants: the inbox lock is never held over a system call or a
+//! callback; an idle owner sleeps in the kernel without a timer; the ring, its jobs and their
+//! buffers are dropped together, after the last completion.
+//!
+//! The files:
+//! - [`owner`]: issues blocks, takes completions and calls callers back.
+//! - [`ring`]: the kernel's interface.
+//! - [`tables`]: which memory and files are registered.
 
 mod owner;
 mod ring;
@@ -32,7 +35,7 @@ pub(super) struct RingShared {
 #[derive(Default)]
 pub(super) struct Inbox {
     requests: Vec<Taken>,
-    /// Ids of files that were closed, to be forgotten by the ring's table.
+    /// Ids of files that were closed, to be taken out of the ring's table.
     closed_files: Vec<u64>,
     /// Memory to be registered.
     regions: Vec<Arc<dyn MemRegion>>,
@@ -51,8 +54,8 @@ impl Uring {
     pub(super) fn start(spec: QueueSpec) -> Result<Self> {
         let name = format!("fb-{}", spec.thread_name());
         let shared = Arc::new(RingShared { frame: DoorFrame::new(spec, Inbox::default()), bell: EventFd::new()? });
-        // The ring takes commands from the thread that made it only, so the owner makes it and
-        // reports back.
+        // A ring takes calls only from the thread that made it, so the owner makes it and reports
+        // back.
         let (tx, rx) = crossbeam_channel::bounded(1);
         let owned = Arc::clone(&shared);
         let body = move || match RingOwner::new(Arc::clone(&owned)) {
@@ -109,7 +112,8 @@ impl Behind for RingShared {
         inbox.over
     }
 
-    /// A ring that is not gone may write to memory, whatever is counted.
+    /// At least 1 while the ring is there: it may still write to memory, even if no request counts
+    /// as in flight.
     fn left(&self, inbox: &Inbox) -> usize {
         if inbox.over { 0 } else { self.frame.spec.stats.in_flight().max(1) }
     }

@@ -1,9 +1,10 @@
-//! The owner thread of a ring: takes requests, issues blocks, takes completions, tells callers.
+//! The owner thread of a ring: takes requests, issues blocks, takes completions, calls callers
+//! back.
 //!
-//! Invariants: new blocks go to the kernel before callers are notified, so that the drive never
-//! idles for a callback; a block that hangs past its time-out does not count against the depth, up
-//! to as many again as the depth; the thread ends only when nothing is in the kernel, except where
-//! the ring itself is broken: then everything it may still write to is leaked.
+//! Invariants: new blocks go to the kernel before callbacks run, so that the drive does not
+//! idle during a callback; blocks that hang past their time-out do not count against the depth,
+//! until there are as many of them as the depth; the thread ends only when nothing is in the
+//! kernel, unless the ring itself is broken: then everything it may still write to is leaked.
 
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
@@ -24,8 +25,9 @@ struct InKernel {
     started: Instant,
     /// Bytes in the kernel when it started, itself included.
     queued_bytes: usize,
-    /// Few writes were beside it when it started.
+    /// At most one write was in the kernel when it started.
     light: bool,
+    /// Its request was given up.
     stuck: bool,
 }
 
@@ -43,13 +45,14 @@ pub(super) struct RingOwner {
     ended: Vec<Ended>,
     completions: Vec<(u64, i32, bool)>,
     taken: Vec<Taken>,
-    /// The close as the owner last saw it, and when it has to act on it.
+    /// The close as the owner last saw it.
     closing: Closing,
+    /// When callers that still wait get `Closed`; `None` also after that was done.
     abandon_at: Option<Instant>,
 }
 
 impl RingOwner {
-    /// Makes the ring. Has to run on the thread that will run the owner.
+    /// Makes the ring. Must be called on the thread that then calls [`run`](Self::run).
     pub(super) fn new(shared: Arc<RingShared>) -> Result<Self> {
         let depth = shared.frame.spec.options.iodepth;
         let slots = 2 * depth;
@@ -103,7 +106,7 @@ impl RingOwner {
             self.take_completions();
         }
         let shared = Arc::clone(&self.shared);
-        // The ring goes first: whoever waits for the close may unmap the regions it registered.
+        // The ring is dropped first: after the close its registered regions may be unmapped.
         drop(self);
         shared.frame.state.lock().over = true;
         shared.frame.ended.notify_all();
@@ -129,7 +132,8 @@ impl RingOwner {
         regions.into_iter().for_each(|region| self.ring.add_region(region));
     }
 
-    /// Says that the bell must be rung from now on; `false` when there is something to do first.
+    /// Marks the owner as sleeping, so that callers ring the bell; `false` when there is something
+    /// to do first.
     fn lie_down(&self) -> bool {
         let mut inbox = self.shared.frame.state.lock();
         let has_changed = inbox.closing != self.closing;
@@ -191,7 +195,7 @@ impl RingOwner {
 
     fn block_ended(&mut self, slot: usize, result: i32, now: Instant) {
         let Some(block) = self.slots.get_mut(slot).and_then(Option::take) else {
-            tracing::error!(slot, result, "a completion of no known block");
+            tracing::error!(slot, result, "io_uring completed a block that is not in flight");
             return;
         };
         self.free.push(slot);
@@ -215,7 +219,7 @@ impl RingOwner {
         self.ended.extend(self.jobs.span_ended(block.span, moved));
     }
 
-    /// Tells callers whose time is up, and asks the kernel to give up their blocks.
+    /// Ends the requests whose time is up, and asks the kernel to cancel their blocks.
     fn give_up_late(&mut self) {
         let now = match (self.jobs.next_check(), self.abandon_at) {
             (None, None) => return,
@@ -243,8 +247,8 @@ impl RingOwner {
         }
     }
 
-    /// The ring no longer takes calls. Callers get an error; what the kernel may still write to is
-    /// never freed.
+    /// The ring takes no more calls: callers get an error, and memory that the kernel may still
+    /// write to is leaked.
     fn broken(mut self, errno: i32) {
         let error = std::io::Error::from_raw_os_error(errno);
         tracing::error!(queue = self.shared.frame.spec.thread_name(), %error, "the ring failed; the queue is closed");

@@ -1,8 +1,8 @@
 //! One ring and the kernel's interface to it.
 //!
-//! Invariants: every call comes from the thread that made the ring; at most the depth agreed at its
-//! making is in the kernel, so completions never overflow; features that the kernel lacks are left
-//! out and noted, none of them is needed but timed waits.
+//! Invariants: every call comes from the thread that made the ring; at most as many blocks as were
+//! agreed when it was made are in the kernel, so completions never overflow; features that the
+//! kernel lacks are left out and noted, except timed waits, which are required.
 #![expect(unsafe_code, reason = "submission entries carry raw addresses; the job table keeps what they name alive")]
 
 use std::os::fd::RawFd;
@@ -22,11 +22,11 @@ pub(super) const BELL: u64 = u64::MAX;
 pub(super) const CANCEL: u64 = u64::MAX - 1;
 
 const FILE_SLOTS: usize = 64;
-/// The block layer merges neighbours that the kernel gets in one call, but not of up to this many
+/// The block layer merges neighbouring blocks of one submission, unless it has at most this many
 /// entries.
 const UNMERGED: usize = 2;
-/// Blocks from this size on are not to be merged: a drive writes two of 1 MiB side by side sooner
-/// than one of 2 MiB.
+/// Blocks of at least this size are not to be merged: a drive writes two of 1 MiB side by side
+/// faster than one of 2 MiB.
 const LARGE_BYTES: usize = 256 << 10;
 
 /// What waiting for completions found.
@@ -67,7 +67,7 @@ impl Ring {
             ring.files.disable();
             ring.notes.add(format!("files are not registered: {e}"));
         }
-        // With places for regions that come later.
+        // The table also has room for regions that are added later.
         let windows = ring.windows.capacity();
         if let Err(e) = ring.uring.submitter().register_buffers_sparse(windows as u32) {
             ring.windows.disable();
@@ -77,15 +77,15 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Memory that blocks may lie in from now on; it is kept as long as the ring.
+    /// Adds memory that blocks may lie in, to be registered when first used. The ring keeps it.
     pub(super) fn add_region(&mut self, region: Arc<dyn MemRegion>) {
         if self.windows.add(&*region) {
             self.regions.push(region);
         }
     }
 
-    /// Lets the bell wake the ring. Has to be repeated when a completion of it says that it was the
-    /// last.
+    /// Lets the bell wake the ring. Must be repeated after a completion of it that no other will
+    /// follow.
     pub(super) fn arm_bell(&mut self) {
         let e = opcode::PollAdd::new(types::Fd(self.bell), libc::POLLIN as u32).multi(true).build();
         self.push(e.user_data(BELL));
@@ -98,13 +98,13 @@ impl Ring {
         let (fixed, fresh) = self.file(piece);
         self.push(entry(piece, fixed, window).user_data(slot));
         if piece.span.len >= LARGE_BYTES && self.uring.submission().len() >= UNMERGED {
-            // A broken ring shows at the next wait.
+            // If the ring is broken, the next wait reports it.
             let _ = self.submit();
         }
         fresh
     }
 
-    /// Asks the kernel to give up the block in `slot`; it completes in any case.
+    /// Asks the kernel to cancel the block in `slot`. The block completes in any case.
     pub(super) fn push_cancel(&mut self, slot: u64) {
         self.push(opcode::AsyncCancel::new(slot).build().user_data(CANCEL));
     }
@@ -123,19 +123,23 @@ impl Ring {
     fn file(&mut self, piece: &IoPiece) -> (Option<u32>, bool) {
         match self.files.find(piece.file_id) {
             FileSlot::At(i) => (Some(i), false),
-            FileSlot::New(i) => match self.uring.submitter().register_files_update(i, &[piece.fd]) {
-                Ok(_) => (Some(i), true),
-                Err(e) => {
-                    self.files.disable();
-                    self.notes.add(format!("files are no longer registered: {e}"));
-                    (None, false)
+            FileSlot::New(i) => {
+                // Queued entries may name this index for the file that was there.
+                let _ = self.submit();
+                match self.uring.submitter().register_files_update(i, &[piece.fd]) {
+                    Ok(_) => (Some(i), true),
+                    Err(e) => {
+                        self.files.disable();
+                        self.notes.add(format!("files are no longer registered: {e}"));
+                        (None, false)
+                    }
                 }
-            },
+            }
             FileSlot::None => (None, false),
         }
     }
 
-    /// Clears a closed file's place, so that the kernel lets go of it.
+    /// Clears a closed file's place in the kernel's table, which else would keep the file open.
     pub(super) fn forget_file(&mut self, file_id: u64) {
         if let Some(i) = self.files.forget(file_id) {
             let _ = self.uring.submitter().register_files_update(i, &[-1]);
@@ -150,8 +154,8 @@ impl Ring {
             Window::New { index, offset, len } => {
                 let region = self.regions.iter().find(|r| r.id() == id)?;
                 let iov_base = region.as_mut_ptr().wrapping_add(offset).cast();
-                // Memory that was never touched is zeroed now: milliseconds a window, and tens of
-                // them where a hypervisor has to find it too. The drive works on what is queued
+                // Registering faults in memory that was never touched: milliseconds for a window,
+                // or tens of them in a virtual machine. The drive works on the queued blocks
                 // meanwhile.
                 let _ = self.submit();
                 let iov = libc::iovec { iov_base, iov_len: len };
@@ -195,7 +199,7 @@ impl Ring {
 
 fn look_at(r: std::io::Result<usize>) -> Waited {
     match r.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO)) {
-        // Too many completions wait: taking them is the cure.
+        // EBUSY and EAGAIN: the owner takes the completions that wait, and tries again.
         Ok(_) | Err(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Waited::Look,
         Err(errno) => Waited::Broken(errno),
     }
@@ -203,8 +207,7 @@ fn look_at(r: std::io::Result<usize>) -> Waited {
 
 fn entry(piece: &IoPiece, file: Option<u32>, window: Option<u16>) -> squeue::Entry {
     let len = piece.span.len as u32;
-    // The crate seals the trait that both kinds of descriptor share, so the choice between them
-    // cannot be a function.
+    // A macro, since the trait that both kinds of descriptor implement is private to the crate.
     macro_rules! on {
         ($make:expr) => {
             match file {
@@ -222,7 +225,7 @@ fn entry(piece: &IoPiece, file: Option<u32>, window: Option<u16>) -> squeue::Ent
     }
 }
 
-/// How the kernel hands completions to the owner, cheapest first.
+/// When the kernel runs the code that posts completions, cheapest first.
 #[derive(Clone, Copy)]
 enum TaskWork {
     Deferred,
@@ -232,7 +235,7 @@ enum TaskWork {
 
 /// The ring with the cheapest completion handling that the kernel knows.
 fn build(depth: usize, notes: &Notes) -> Result<IoUring> {
-    // Room for the bell and for cancellations beside the blocks.
+    // Two more than blocks, for the bell and a cancellation; `push` submits when the queue is full.
     let entries = (depth as u32 + 2).next_power_of_two();
     let mut last = libc::EINVAL;
     for way in [TaskWork::Deferred, TaskWork::Cooperative, TaskWork::Interrupting] {

@@ -1,9 +1,9 @@
 //! Which files and which memory are registered with a ring, as plain bookkeeping.
 //!
-//! Files: a small table, least recently used entry out first. Memory: each region is cut into
+//! Files: a small table that replaces the least recently used. Memory: each region is cut into
 //! windows that are registered when first used, so that memory nobody reads into is neither pinned
-//! nor touched. Invariant: an index given out names exactly the file or window that the kernel
-//! holds there; the caller does the system call in between and reports its failure.
+//! nor touched. Invariant: an index that was given out names the file or window that the kernel has
+//! there. For a new one the caller makes the system call at once, and reports its failure here.
 
 use std::collections::HashMap;
 
@@ -11,9 +11,9 @@ use crate::io::MemRegion;
 
 /// Smallest window of registered memory, and the unit of larger ones.
 const WINDOW_BYTES: usize = 16 << 20;
-/// Windows of a ring's first regions at most, and of those that come later; the kernel takes 16384
-/// in all.
+/// Most windows of the regions that a ring is made with.
 const MAX_WINDOWS: usize = 4096;
+/// Windows for regions that are added later. The kernel takes 16384 buffers in all.
 const SPARE_WINDOWS: usize = 4096;
 /// The kernel registers at most this much at once.
 const MAX_WINDOW_BYTES: usize = 1 << 30;
@@ -21,6 +21,7 @@ const MAX_WINDOW_BYTES: usize = 1 << 30;
 /// The registered files of a ring.
 #[derive(Debug)]
 pub(super) struct FileTable {
+    /// Id of the file and when it was last used, by `clock`.
     slots: Vec<Option<(u64, u64)>>,
     by_id: HashMap<u64, usize>,
     clock: u64,
@@ -42,7 +43,7 @@ impl FileTable {
         Self { slots: vec![None; capacity], by_id: HashMap::new(), clock: 0 }
     }
 
-    /// Finds the file or makes room for it.
+    /// The file's index. A new file counts as registered from here on.
     pub(super) fn find(&mut self, file_id: u64) -> FileSlot {
         self.clock += 1;
         if let Some(&at) = self.by_id.get(&file_id) {
@@ -66,7 +67,7 @@ impl FileTable {
         Some(at as u32)
     }
 
-    /// Gives the table up: every later file is used unregistered.
+    /// Empties the table for good: files are used unregistered from here on.
     pub(super) fn disable(&mut self) {
         self.slots.clear();
         self.by_id.clear();
@@ -113,7 +114,7 @@ impl Windows {
         out
     }
 
-    /// Takes up a region that comes later; `false` where there is no place for it.
+    /// Adds a region after the ring was made; `false` where there is no room for its windows.
     pub(super) fn add(&mut self, region: &dyn MemRegion) -> bool {
         self.add_in_windows(region, region.len().div_ceil(SPARE_WINDOWS / 4))
     }
@@ -135,8 +136,8 @@ impl Windows {
         MAX_WINDOWS + SPARE_WINDOWS
     }
 
-    /// The window of `len` bytes at `offset` of a region. A new one counts as registered from here
-    /// on.
+    /// The window that holds `len` bytes at `offset` of a region. A new one counts as registered
+    /// from here on.
     pub(super) fn find(&mut self, region_id: u64, offset: usize, len: usize) -> Window {
         if self.disabled || len == 0 {
             return Window::None;
@@ -158,7 +159,7 @@ impl Windows {
         }
     }
 
-    /// Bytes registered so far, the newest window left out where it failed.
+    /// Bytes registered so far; the last window of a region counts as a whole one.
     pub(super) fn registered_bytes(&self) -> usize {
         self.regions.values().map(|r| r.registered.iter().filter(|x| **x).count() * r.window_bytes).sum()
     }
@@ -172,7 +173,7 @@ impl Windows {
         }
     }
 
-    /// No new windows from here on; those registered stay in use.
+    /// Registers no new windows from here on; registered ones stay in use.
     pub(super) fn freeze(&mut self) {
         self.frozen = true;
         self.regions.retain(|_, r| r.registered.iter().any(|x| *x));
@@ -182,7 +183,7 @@ impl Windows {
         }
     }
 
-    /// Gives registered memory up altogether.
+    /// Uses no window from here on.
     pub(super) fn disable(&mut self) {
         self.disabled = true;
     }

@@ -1,4 +1,4 @@
-// What tests see of the stand-in and do to it.
+// Functions by which tests control the stand-in and look into it.
 #include "standin.h"
 
 static bool all_set(const std::vector<DonePtr>& v) { for (auto& d : v) if (!d->set) return false; return true; }
@@ -50,7 +50,8 @@ API void standin_hit(char* out, size_t len) {
   out[len - 1] = 0;
 }
 
-// Stops or goes on with a stream; with handle ~0 all streams that do not block the legacy stream, also those made later.
+// Stops a stream, or lets it go on; with handle ~0 all streams that do not block the legacy stream,
+// also those made later.
 API int standin_hold(void* h, int on) {
   Lock lock(G().mu);
   auto set = [&](const StreamPtr& s) { s->held = on; s->wake.notify_all(); };

@@ -9,7 +9,7 @@ extern "C" __attribute__((weak)) int forebay_shim_launch(const char* name, const
 static thread_local Ctx* current_ctx = nullptr;
 Ctx* current() { return current_ctx; }
 
-// Whether this thread plays the server: its calls are neither counted nor failed.
+// Calls that a test makes as the server are neither counted nor failed.
 static thread_local bool is_server = false;
 API void standin_server(int on) { is_server = on; }
 

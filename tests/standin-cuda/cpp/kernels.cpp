@@ -15,7 +15,7 @@ T argument(void** args, unsigned i) {
     return value;
 }
 
-// Every kernel takes descriptors, their number, the number of tiles, and where the tiles' CRCs go.
+// Every kernel takes descriptors, their number, the number of tiles, and an address of words.
 template <class Descriptor, void (*KERNEL)(const Descriptor*, u32, u32, u32*)>
 int run(shim::Dim grid, shim::Dim block, void** args) {
     const Descriptor* descriptors = argument<const Descriptor*>(args, 0);

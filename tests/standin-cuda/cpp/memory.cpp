@@ -6,14 +6,14 @@
 static constexpr size_t GRAIN = 64 << 10;
 static size_t grains(size_t n) { return (n + GRAIN - 1) / GRAIN * GRAIN; }
 
-// Guard pages lie on both sides: an access beyond the allocation, rounded up to 64 KiB, is a fault.
+// Guard pages lie on both sides, so that a kernel that writes out of bounds faults.
 static void* guarded(size_t n) {
   size_t body = grains(n), all = body + 3 * GRAIN;
   char* p = (char*)mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   char* at = (char*)(((uintptr_t)p + 2 * GRAIN - 1) / GRAIN * GRAIN);
   if (mprotect(at, body, PROT_READ | PROT_WRITE)) return nullptr;
-  memset(at, 0xcd, body); // never zero: whoever relies on fresh zeros is found
+  memset(at, 0xcd, body); // never zero, so that code that relies on zeros fails
   return at;
 }
 

@@ -26,7 +26,7 @@ const RELAXED: c_int = 2;
 /// Holds that a process can make.
 const WORDS: usize = 4096;
 
-/// What a process has of its own on the GPU.
+/// This process's context, stream and pinned words on the GPU.
 #[derive(Debug)]
 struct Own {
     context: u64,
@@ -67,7 +67,7 @@ impl Own {
     }
 }
 
-/// What a function in a held stream waits for.
+/// A function in a held stream waits until this is open.
 #[derive(Debug, Default)]
 struct Door {
     open: Mutex<bool>,

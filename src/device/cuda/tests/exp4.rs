@@ -51,7 +51,7 @@ impl Extents {
         let (blob, mut fits) = (words_of(&blob, blob.len()), vec![7; self.shapes.len()]);
         let args = (blob.as_ptr() as u64, count, tiles, fits.as_mut_ptr() as u64);
         for name in kernels {
-            // SAFETY: the descriptors name memory of this value, of the lengths that the shapes say.
+            // SAFETY: the descriptors name memory of this value, of the shapes' lengths.
             unsafe { standin_kernels::launch(name, ctas, args) }.unwrap();
         }
         fits
@@ -69,7 +69,8 @@ fn extents() -> Vec<Vec<u8>> {
         // Fewer exponents than there are codes, the highest or the lowest among them.
         let of = |e: u16| noise.as_chunks::<2>().0.iter().map(move |v| u16::from_le_bytes(*v) & 0x807f | e << 7);
         all.extend([0, 3, 255].map(|e| of(e).flat_map(u16::to_le_bytes).collect::<Vec<u8>>()));
-        // One value in 512, some of which a sample does not see: a second dictionary.
+        // One value in 13 has other exponents, none of which the sample sees: the best dictionary
+        // is needed.
         let second = noise.as_chunks::<2>().0.iter().enumerate().map(|(at, v)| {
             let v = u16::from_le_bytes(*v);
             let exponent = if at % 13 == 5 { 40 + (v >> 9 & 7) } else { 100 + (v >> 9 & 7) };
@@ -82,7 +83,7 @@ fn extents() -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn kernels_code_what_the_host_codes_and_say_what_does_not_fit() {
+fn kernels_code_what_the_host_codes_and_report_misfits() {
     let raw = extents();
     let expected: Vec<_> = raw.iter().map(|r| encode_exp4(r)).collect();
     assert!(expected.iter().any(Option::is_none) && expected.iter().filter(|e| e.is_some()).count() > 60);
@@ -115,7 +116,8 @@ fn kernels_decode_damaged_bytes_to_what_the_host_makes_of_them() {
     for (i, raw) in extents().into_iter().enumerate() {
         let Some(mut coded) = encode_exp4(&raw) else { continue };
         let shape = CodedShape::of(raw.len()).unwrap();
-        // Counts and codes; lists of escapes only by a length, as of two at one place any may count.
+        // Counts, codes and a dictionary. Not the escapes themselves: of two at one place either
+        // may count.
         let at = [shape.tail_at() + 16, shape.tail_at() + 20 * (shape.segments() - 1) + 17, 5, shape.tail_at() + 3];
         coded[at[i % at.len()]] ^= 0x55;
         let mut extents = Extents::of(&[vec![0xee; raw.len()]], &[coded.clone()]);

@@ -53,12 +53,12 @@ impl Case {
         make(&self.specs, self.shape).unwrap()
     }
 
-    /// The same cache twice, and what their memories hold.
+    /// A cache filled with noise, the same at each call, and its memories.
     fn kv(&self) -> (Arc<PagedKv>, Vec<Arc<HostMemory>>) {
         let (kv, memories) = PagedKv::alloc_zeroed(self.layout()).unwrap();
         for (i, m) in memories.iter().enumerate() {
             let noise = noise(self.seed ^ i as u64, m.len());
-            // Coded or not, it is like KV where somebody may want to code it.
+            // Where extents are coded, values like KV's, so that most of them fit.
             m.write(0, &if self.coded { like_kv(&noise) } else { noise }).unwrap();
         }
         (kv, memories)
@@ -74,7 +74,7 @@ impl Case {
             let part = |(layer, spec): (usize, &LayerSpec)| {
                 let tokens = tokens + self.longer;
                 let bytes = spec.extent_bytes(tokens);
-                // Others of the same job are not.
+                // In a coded case some extents are not coded, so that jobs have both.
                 let shape =
                     CodedShape::of(bytes).filter(|_| self.coded && !(self.seed + layer as u64).is_multiple_of(4));
                 let codec = if shape.is_some() { SlotCodec::Exp4 } else { SlotCodec::None };
@@ -108,7 +108,7 @@ fn staging(parts: &[Part], seed: u64) -> Buf {
     staging
 }
 
-/// What came of one job.
+/// The result of one job.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     staging: Vec<u8>,
@@ -117,7 +117,7 @@ struct Outcome {
     skipped_blocks: Vec<u32>,
 }
 
-/// Sixteen exponents, but for one value in some thousands.
+/// Values of sixteen exponents, except one value in some thousands.
 fn like_kv(noise: &[u8]) -> Vec<u8> {
     let value = |v: &[u8; 2]| {
         let v = u16::from_le_bytes(*v);
@@ -197,7 +197,7 @@ fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], mut stagings: V
     stagings.iter().zip(batch.crcs(&words)).enumerate().map(outcome).collect()
 }
 
-/// Noise for what is to be gathered; what a host's gather gives for what is to be scattered coded.
+/// Staging of each job: noise; for coded extents to be scattered, the result of a host's gather.
 fn stagings(way: KvDirection, case: &Case) -> Vec<Buf> {
     let (kv, _) = case.kv();
     let one = |(i, parts): (usize, Vec<Part>)| {
@@ -205,7 +205,7 @@ fn stagings(way: KvDirection, case: &Case) -> Vec<Buf> {
         if way == KvDirection::IntoKv && case.coded {
             let from = staging(&parts, case.seed + i as u64);
             let gathered = by_host(KvDirection::OutOfKv, &kv, parts, from);
-            // Of noise the two may make different things: of two escapes at one place any counts.
+            // Noise may decode differently: of two escapes at one place either may count.
             let coded = if gathered.misfit { vec![0; gathered.staging.len()] } else { gathered.staging };
             buf.as_mut_slice().copy_from_slice(&coded);
         }
@@ -219,7 +219,7 @@ fn check(way: KvDirection, case: &Case) {
     let (kv, memories) = case.kv();
     let (host_kv, host_memories) = case.kv();
     if way == KvDirection::IntoKv && case.coded {
-        // Else what comes would be what is there.
+        // Otherwise the scatter would write the values that are there already.
         for memory in memories.iter().chain(&host_memories) {
             memory.write(0, &noise(case.seed, memory.len())).unwrap();
         }

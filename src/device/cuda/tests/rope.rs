@@ -189,7 +189,7 @@ proptest! {
         }
         let (turned, on_host) = (dump(&memories), dump(&host_memories));
         prop_assert!(turned == on_host, "the kernel's bits are not the host's");
-        // Of the table's and the keys' own precision, with room for what a turn adds up.
+        // From the precision of table and keys, with room for the errors that a turn adds up.
         let precision = |k: FloatKind| match k {
             FloatKind::F32 => 2e-6,
             FloatKind::Bf16 => 1.0 / 128.0,

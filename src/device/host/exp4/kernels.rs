@@ -10,10 +10,10 @@ pub(super) type Encode = fn(&[u8], &Dictionary, &mut [u8], &mut Vec<Escape>);
 /// Decodes whole blocks: [`decode_blocks`].
 pub(super) type Decode = fn(&[u8], &Dictionary, &mut [u8]);
 
-/// One way to do both.
+/// Loops that code and decode with the same instructions.
 #[derive(Clone, Copy, Debug)]
 pub struct CodecKernels {
-    /// What it needs.
+    /// The instructions that they need.
     pub name: &'static str,
     /// Codes.
     pub(super) encode: Encode,
@@ -24,7 +24,7 @@ pub struct CodecKernels {
 const PORTABLE: CodecKernels = CodecKernels { name: "portable", encode: encode_blocks, decode: decode_blocks };
 
 impl CodecKernels {
-    /// All that this processor can do, the best last.
+    /// All kinds that this processor has the instructions for, the fastest last.
     #[must_use]
     pub fn all() -> Vec<Self> {
         #[cfg_attr(any(miri, not(target_arch = "x86_64")), expect(unused_mut, reason = "nothing is added"))]
@@ -55,7 +55,7 @@ impl CodecKernels {
     }
 }
 
-/// The escapes of the values from `place` on that `mask` has a bit for.
+/// Adds the escapes of the values from `place` on for which `mask` has a bit.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline]
 fn add_escapes(mut mask: u64, place: usize, raw: &[u8], escapes: &mut Vec<Escape>) {
@@ -84,7 +84,7 @@ mod avx2 {
 
     pub(super) const KERNELS: CodecKernels = CodecKernels { name: "avx2", encode, decode };
 
-    /// Values that one vector has the bytes of.
+    /// Values whose bytes (of sign and mantissa) fill a vector.
     const LANES: usize = 32;
     /// Such vectors in a block.
     const VECTORS: usize = BLOCK_VALUES / LANES;
@@ -139,7 +139,7 @@ mod avx2 {
         }
     }
 
-    /// With `ROW`, the exponents of the dictionary follow each other.
+    /// With `ROW`, the exponents of the dictionary are consecutive numbers.
     #[target_feature(enable = "avx2")]
     fn encode_avx2<const ROW: bool>(raw: &[u8], dictionary: &Dictionary, blocks: &mut [u8], escapes: &mut Vec<Escape>) {
         let (most, first) = (_mm256_set1_epi8(15), _mm256_set1_epi8(dictionary[0] as i8));
@@ -221,11 +221,11 @@ mod avx512 {
 
     pub(super) const KERNELS: CodecKernels = CodecKernels { name: "avx512", encode, decode };
 
-    /// Values that one vector has the bytes of.
+    /// Values whose bytes (of sign and mantissa) fill a vector.
     const LANES: usize = 64;
-    /// Bits where set, else the other's.
+    /// Ternary logic: the second operand's bits where the first has ones, else the third's.
     const SELECT: i32 = 0xca;
-    /// What the table of codes says of an exponent without one.
+    /// The entry of an exponent without a code in the table of codes.
     const NONE: u8 = 0x80;
 
     fn decode(blocks: &[u8], dictionary: &Dictionary, raw: &mut [u8]) {
@@ -243,7 +243,7 @@ mod avx512 {
         // SAFETY: the dictionary has 16 bytes.
         let entries = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(dictionary.as_ptr().cast()) });
         let (low_bits, rest) = (_mm512_set1_epi8(15), _mm512_set1_epi8(127));
-        // Byte by byte in turns out of two vectors: their first halves, and their second ones.
+        // Indices that interleave the bytes of two vectors: of their first halves, of their second.
         let turns = [0, 1].map(|half| bytes(|i| half * 32 + i / 2 + (i & 1) * 64));
         for (block, raw) in blocks.chunks_exact(BLOCK_BYTES).zip(raw.chunks_exact_mut(BLOCK_RAW_BYTES)) {
             // SAFETY: a vector of codes lies at the start of a block.
@@ -272,7 +272,7 @@ mod avx512 {
         // SAFETY: the table is four vectors.
         let table = [0, 1, 2, 3].map(|at| unsafe { load(code_of.as_ptr().wrapping_add(at * LANES)) });
         let (low_bits, rest) = (_mm512_set1_epi8(15), _mm512_set1_epi8(127));
-        // The low bytes of the words of two vectors, and the high ones.
+        // Indices of the low bytes of the words of two vectors, and of the high ones.
         let (lows, highs) = (bytes(|i| 2 * i), bytes(|i| 2 * i + 1));
         let both = raw.chunks_exact(BLOCK_RAW_BYTES).zip(blocks.chunks_exact_mut(BLOCK_BYTES));
         for (n, (values, block)) in both.enumerate() {

@@ -1,9 +1,9 @@
-//! Coded extents (`format::exp4`) on the way between staging and paged KV: tiles of values are
-//! decoded into memory that stays in the core's cache and copied from there, and gathered there and
-//! coded when a segment is full. So the walk over the coded bytes, their CRC and the copy are one
-//! pass.
+//! Coded extents (`format::exp4`) on the way between staging and paged KV. A tile of values is
+//! decoded into memory that stays in the core's cache, and copied from there. The other way, values
+//! are gathered there, and coded when a segment is full. So coding, CRC and copy are one pass.
 //!
-//! The loops over blocks are chosen once, by what the processor has; all give the same bytes.
+//! `kernels` has the loops over blocks. One set of them is chosen for the processor; all give the
+//! same bytes.
 
 use std::ops::Range;
 
@@ -17,8 +17,8 @@ mod kernels;
 
 pub use kernels::CodecKernels;
 
-/// A segment with more escapes than this gets the best dictionary instead of a likely one: one
-/// value in 512, half of which fit if all segments were so.
+/// A segment with more escapes than this is coded again with the best dictionary: one value in 512,
+/// twice as many as an extent has room for.
 const MOST_LIKELY_ESCAPES: usize = SEGMENT_VALUES / 512;
 
 /// A coded extent that is read tile by tile, from its start on.
@@ -27,13 +27,13 @@ pub(super) struct CodedReader<'a> {
     shape: CodedShape,
     coded: &'a [u8],
     tail: EscapeTail<'a>,
-    /// Coded bytes before it are in the CRC.
+    /// Coded bytes that are in the CRC.
     summed: usize,
     values: Vec<u8>,
 }
 
 impl<'a> CodedReader<'a> {
-    /// A reader of `coded`; where it has another length than the shape says, of zeros.
+    /// A reader of `coded`, or of zeros where its length is not the shape's.
     #[must_use]
     pub(super) fn new(shape: CodedShape, coded: &'a [u8]) -> Self {
         let coded = if coded.len() == shape.coded_bytes() { coded } else { &[] };
@@ -69,7 +69,7 @@ impl<'a> CodedReader<'a> {
         self.values.get(start..start + range.len()).unwrap_or_default()
     }
 
-    /// Adds the coded bytes before `end` to the CRC, if they are not in it.
+    /// Adds the coded bytes before `end` to the CRC, except those that are in it.
     fn sum_to(&mut self, end: usize, crc: &mut ExtentCrc) {
         if let Some(new) = self.coded.get(self.summed..end) {
             crc.update(new);
@@ -90,7 +90,7 @@ pub(super) struct CodedWriter<'a> {
     coded: &'a mut [u8],
     /// Segments that are coded.
     segments: usize,
-    /// The bytes of values that are not, of which `pending` say something.
+    /// The bytes of values that are not coded yet: the first `pending` of these.
     values: Vec<u8>,
     pending: usize,
     escapes: Vec<Escape>,
@@ -117,7 +117,8 @@ impl<'a> CodedWriter<'a> {
         self.values.get_mut(at..self.pending).unwrap_or_default()
     }
 
-    /// The tile is filled; what is coded of it goes into the CRC. Whether the extent fits so far.
+    /// Codes the full segments once the tile is filled, and adds them to the CRC. Whether the
+    /// extent fits so far.
     pub(super) fn filled(&mut self, crc: &mut ExtentCrc) -> bool {
         let whole = self.pending / SEGMENT_RAW_BYTES * SEGMENT_RAW_BYTES;
         let mut values = std::mem::take(&mut self.values);
@@ -152,8 +153,8 @@ impl<'a> CodedWriter<'a> {
         self.fits = self.fits && self.tail.push(&dictionary, &self.escapes);
     }
 
-    /// Codes what is left, and writes the tail. Whether the extent fitted: if not, its bytes mean
-    /// nothing.
+    /// Codes the values that are left, and writes the tail. Whether the extent fits; if not, its
+    /// bytes mean nothing.
     pub(super) fn finish(mut self, crc: &mut ExtentCrc) -> bool {
         let mut rest = std::mem::take(&mut self.values);
         rest.truncate(self.pending);
@@ -168,8 +169,8 @@ impl<'a> CodedWriter<'a> {
     }
 }
 
-/// Codes an extent that comes in tiles, from its start on, to `coded`, which has the bytes that the
-/// shape says. `fill` gets each tile to be filled. The CRC of the coded bytes; `None` where it does
+/// Codes an extent that comes in tiles, from its start on, to `coded`, which has the shape's
+/// length. `fill` writes each tile. Gives the CRC of the coded bytes; `None` where the extent does
 /// not fit.
 ///
 /// # Errors
@@ -191,8 +192,8 @@ pub fn encode_tiles<E>(
     Ok(writer.finish(&mut crc).then(|| crc.finish()))
 }
 
-/// Gives `take` the values of a coded extent in tiles, from its start on; the CRC of the coded
-/// bytes. What is given means nothing where that is wrong.
+/// Passes the values of a coded extent to `take` in tiles, from its start on. Gives the CRC of the
+/// coded bytes; where it is wrong, the values mean nothing.
 ///
 /// # Errors
 /// Those of `take`, which end it.

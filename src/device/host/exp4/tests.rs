@@ -60,7 +60,7 @@ fn every_pattern_of_sixteen_bits_comes_back_in_every_kernel() {
     for segment in all.chunks(SEGMENT_RAW_BYTES).step_by(if cfg!(miri) { 4 } else { 1 }) {
         for first in (0..=255 - 15u8).step_by(step) {
             assert_kernels_agree(segment, &std::array::from_fn(|i| first + i as u8));
-            // Exponents that do not follow each other.
+            // Exponents that are not consecutive.
             assert_kernels_agree(segment, &std::array::from_fn(|i| first.wrapping_add(i as u8 * 16 + 1)));
         }
     }
@@ -85,16 +85,16 @@ fn an_escape_at_every_place_comes_back() {
 }
 
 #[test]
-fn what_does_not_fit_is_said_and_one_escape_less_fits() {
+fn an_extent_with_one_escape_too_many_does_not_fit() {
     let values = SEGMENT_VALUES + 1000;
     let shape = CodedShape::of(2 * values).unwrap();
     let with = |escapes: usize| {
         let mut values = vec![0x3f80u16; values];
-        // All in the last segment, none beside the exponents of the others.
+        // In the last segment, which then has two exponents.
         values[SEGMENT_VALUES..].iter_mut().take(escapes).for_each(|v| *v = 0x0080);
         bytes(values)
     };
-    // The last segment has 1000 values, two exponents and room for sixteen: nothing escapes.
+    // Two exponents of the sixteen that a dictionary has: nothing escapes.
     assert!(encode_exp4(&with(900)).is_some());
     let many = |escapes: usize| {
         let mut random = random(3);
@@ -212,8 +212,8 @@ proptest! {
     }
 }
 
-/// A thousand million values, half of them like KV with odd ones among them, half any at all: run
-/// with `--ignored` and optimised (`make codec-proof`).
+/// A thousand million values: four fifths of them like KV with odd ones among them, one fifth
+/// random. To be run with `--ignored` and optimised (`make codec-proof`).
 #[test]
 #[ignore = "takes minutes; make codec-proof runs it"]
 fn a_thousand_million_values_come_back() {
