@@ -307,8 +307,8 @@ fn what_was_computed_from_a_load_that_is_not_verified_is_not_stored_at_the_end()
 
 #[test]
 fn a_request_that_was_loaded_within_a_step_keeps_its_blocks_for_its_stores() {
-    // Nobody reports the end of such a load: a server that waited for it would not keep the blocks
-    // for what is stored.
+    // Workers do not report the end of such a load. A server that waited for that report would not
+    // keep the blocks for the stores.
     let mut s = side_with(48, |o| o.layerwise = true);
     s.on_new_request("a", 100);
     s.get_num_new_matched_tokens("a", 0);

@@ -1,4 +1,4 @@
-//! Which waiting requests are read ahead for, how far, and when the workers let go.
+//! For which waiting requests prefetches are ordered, how far, and when the workers drop them.
 
 use super::*;
 
@@ -21,7 +21,7 @@ fn requests_that_still_wait_after_a_step_are_ordered_once_in_their_order() {
     s.update_state_after_alloc("a", 25, 64);
     let meta = s.idle();
     assert_eq!((loaded(&meta), ordered(&meta)), (vec![(0, 64)], vec![("b", 0, 64), ("c", 0, 48)]));
-    // The chunk in which the wanted tokens end is named as a whole.
+    // All tokens of the chunk in which the wanted tokens end are sent: its key covers them all.
     assert_eq!(meta.prefetches.iter().map(|p| p.prompt.tokens.len()).collect::<Vec<_>>(), [80, 50]);
     assert!(s.idle().is_empty());
     assert_eq!((s.stats().prefetches, s.stats().prefetch_tokens), (2, 112));

@@ -1,5 +1,5 @@
-//! Ranks that the scheduler cannot see: what they said counts, as long as it is they who said it,
-//! and nobody waits for ever.
+//! Ranks whose cache the scheduler cannot see: their answers count until they start anew, and no
+//! request waits for ever.
 
 use std::time::Duration;
 

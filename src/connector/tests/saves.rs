@@ -280,7 +280,7 @@ fn a_request_preempted_and_taken_up_again_for_one_step_keeps_its_new_load() {
 }
 
 #[test]
-fn requests_that_fill_no_chunk_need_not_be_told_of() {
+fn requests_that_fill_no_chunk_need_not_be_listed() {
     let s = side(0);
     let chunk = CHUNK;
     for computed in 0..5 * chunk {
