@@ -173,7 +173,7 @@ impl Scheduler {
                 ErrorKind::InvalidInput,
                 format!("{num_external} tokens to load for {req_id} where {offered} beyond {computed} were offered"),
             )
-            .advice("give allocated() what matched() answered last, and blocks that hold it"));
+            .advice("load no more than get_num_new_matched_tokens() offered last, into blocks that hold it"));
         }
         tracker.load = RequestLoad::Ordered { computed, stop };
         let until = Instant::now() + Duration::from_millis(self.options.load_timeout_ms);

@@ -44,15 +44,15 @@ fn lookups_tell_what_is_there_already_and_what_is_gone() {
     assert_eq!((chunks(&events.found), events.missing.len()), (vec![(0, 16), (16, 16), (32, 16)], 0));
     s.on_new_request("b", 100);
     assert_eq!(s.get_num_new_matched_tokens("b", 0), Some(48));
-    assert_eq!(s.s.take_events(), KvEvents::default(), "told before");
-    s.told.say(Some(16));
+    assert_eq!(s.s.take_events(), KvEvents::default(), "there were events for these before");
+    s.lookup.say(Some(16));
     s.on_new_request("c", 100);
     assert_eq!(s.get_num_new_matched_tokens("c", 0), Some(16));
     let events = s.s.take_events();
     assert_eq!((chunks(&events.missing), events.missing[0].req_id.as_str()), (vec![(16, 16)], "c"));
     s.on_new_request("d", 100);
     s.get_num_new_matched_tokens("d", 0);
-    assert_eq!(s.s.take_events(), KvEvents::default(), "told once");
+    assert_eq!(s.s.take_events(), KvEvents::default(), "only once");
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn a_chunk_that_cannot_be_loaded_is_missing_at_once_and_ordered_again_when_it_is
     s.update_state_after_alloc("a", 12, 48);
     s.idle();
     let found = s.s.take_events().found;
-    s.told.say(Some(32));
+    s.lookup.say(Some(32));
     s.failed("a");
     let missing = s.s.take_events().missing;
     assert_eq!(missing, found[2..]);
@@ -114,10 +114,10 @@ fn what_a_fetch_does_not_find_is_taken_back_before_events_of_later_uploads() {
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
     let key = s.s.take_events().found[0].key;
     let there = || uploads(0, vec![(key, true)]);
-    s.told.miss_remote(key);
+    s.lookup.miss_remote(key);
     say(&mut s, there());
     assert_eq!(s.s.take_events().remote, [(key, true)], "it was missed before");
-    s.told.miss_remote(key);
+    s.lookup.miss_remote(key);
     assert_eq!(s.s.take_events().remote, [(key, false)]);
     say(&mut s, there());
     assert_eq!(s.s.take_events().remote, [(key, true)]);
@@ -137,7 +137,7 @@ fn after_others_removed_it_a_chunk_is_uploaded_again_when_every_worker_has_uploa
     assert_eq!(s.s.take_events().remote, [(key, false)]);
     say(&mut s, uploads(1, anew()));
     assert_eq!(s.s.take_events().remote, [(key, true)], "the other one's new upload counts");
-    s.told.miss_remote(key);
+    s.lookup.miss_remote(key);
     say(&mut s, uploads(0, anew()));
     say(&mut s, uploads(0, anew()));
     assert_eq!(s.s.take_events().remote, [(key, false)], "one worker twice is not two");

@@ -55,7 +55,7 @@ fn nothing_is_read_ahead_that_the_server_has_or_does_not_want() {
         let mut s = side_with(64, |o| o.prefetch = true);
         let mut o = ConnectorOptions { prefetch: true, ..options() };
         change(&mut o);
-        s.s = Scheduler::new(o, Box::new(s.told.clone())).unwrap();
+        s.s = Scheduler::new(o, Box::new(s.lookup.clone())).unwrap();
         s.on_new_request("a", 100);
         assert!(s.idle().is_empty());
     }
@@ -95,10 +95,10 @@ fn so_many_at_once_and_no_more_tokens_in_a_step_than_questions_have() {
 #[test]
 fn where_the_workers_must_be_asked_first_it_waits_for_the_answer() {
     let mut s = waiting(0);
-    s.told.say(None);
+    s.lookup.say(None);
     s.on_new_request("a", 100);
     s.on_new_request("b", 100);
     assert!(s.idle().is_empty() && s.idle().is_empty());
-    s.told.say(Some(32));
+    s.lookup.say(Some(32));
     assert_eq!(ordered(&s.idle()), [("a", 0, 32), ("b", 0, 32)]);
 }

@@ -91,7 +91,7 @@ impl Turns {
 struct Watch {
     /// Loads that have not finished.
     active: Vec<Arc<LoadInner>>,
-    /// When a read or a scatter last ended well.
+    /// When a read last ended well, or a scatter from the memory tier ended.
     moved: Instant,
     /// The watching thread is to unblock [`Turns::blocked`] after [`RETRY`].
     retry: bool,
