@@ -223,10 +223,13 @@ impl Worker {
         reading.into_iter().chain(ordered).min().map_or(self.step, |step| step.saturating_sub(1))
     }
 
-    /// Held requests that nothing reads any more.
+    /// Held requests whose blocks no store of them reads, or is still to read: with speculative
+    /// decoding vLLM asks before [`Worker::wait_for_save`] has started the step's stores.
     pub(super) fn sent(&mut self) -> Vec<String> {
-        let saves = &self.saves;
-        let is_read = |req_id: &String| saves.iter().any(|s| !s.gathered && s.req_id == *req_id);
+        let (saves, orders) = (&self.saves, &self.orders);
+        let is_read = |req_id: &String| {
+            saves.iter().any(|s| !s.gathered && s.req_id == *req_id) || orders.iter().any(|o| o.req_id == *req_id)
+        };
         self.held.extract_if(|req_id| !is_read(req_id)).collect()
     }
 

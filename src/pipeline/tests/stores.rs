@@ -79,7 +79,7 @@ fn a_store_needs_no_more_staging_than_one_slot_and_layers_may_come_in_any_order(
 }
 
 #[test]
-fn small_layers_are_written_together_unless_somebody_waits_for_them() {
+fn layers_are_written_one_by_one_where_a_staging_slot_holds_one_extent() {
     let w = World::with(4, 4, |o| o.group_bytes = 1 << 20);
     let (slots, kv) = (w.slots(1), w.kv(1).filled(3));
     let all = w.store(w.store_spec(&kv, &slots));
