@@ -553,7 +553,7 @@ impl LoadState {
 
     fn fail_from(&mut self, chunk: usize, cause: MissCause) {
         let end = std::mem::replace(&mut self.first_failed, chunk);
-        // These end the whole load, so they are the cause for all of its chunks.
+        // These keep later chunks from coming too, so they are the cause for all of them.
         let whole = matches!(cause, MissCause::Cancelled | MissCause::TimedOut | MissCause::Closed);
         let rest = if whole { cause } else { MissCause::Prefix };
         for at in chunk..end {
