@@ -167,6 +167,30 @@ fn stores_that_ended_at_once_are_looked_at_in_turns_and_none_holds_a_block_meanw
 }
 
 #[test]
+fn a_held_request_is_not_sent_before_its_ordered_store_has_begun() {
+    let world = World::plain();
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    a.on_new_request("a", 16);
+    let blocks = vec![(1..5).collect()];
+    assert_eq!(a.s.get_num_new_matched_tokens("a", 0).tokens, Some(0));
+    a.s.update_state_after_alloc("a", &blocks, 0).unwrap();
+    let new = vec![NewRequest { req_id: "a", blocks, num_computed: 0, num_scheduled: 16 }];
+    let mut meta = a.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    assert_eq!(meta.saves.len(), 1);
+    meta.held.push("a".to_owned());
+    a.w.start_load_kv(meta, None);
+    // With speculative decoding vLLM asks before it says that the step is computed.
+    assert!(a.w.get_finished(&[]).sending.is_empty(), "its blocks are still to be read");
+    a.w.wait_for_save(None);
+    let begun = Instant::now();
+    while a.w.get_finished(&[]).sending.is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "its blocks never come free");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
 fn loads_from_memory_are_measured_apart_from_those_that_read_a_drive() {
     let mut world = World::plain();
     (world.settings.local_cpu, world.settings.max_local_cpu_size) = (true, 8 << 20);

@@ -2,9 +2,9 @@
 //! and without importing torch or numpy.
 //!
 //! In this order: tensors by their methods (`data_ptr`), raw descriptions `(address, shape,
-//! strides, itemsize, device)`, the buffer protocol, `__array_interface__`, DLPack. Whatever keeps
-//! the memory alive is kept with it, and let go with the GIL held: a `Py` that a thread of the
-//! engine drops waits for the next one that has it.
+//! strides, itemsize, device)`, the buffer protocol, `__array_interface__`, DLPack. The object that
+//! keeps the memory alive is kept with it, and freed with the GIL held: a `Py` that a thread of the
+//! engine drops is freed by the next thread that takes the GIL.
 #![expect(unsafe_code, reason = "asks Python for the addresses of buffers")]
 
 use std::any::Any;
@@ -113,9 +113,9 @@ impl Described {
         let (bytes, owner) = (self.bytes()?, Some(Arc::clone(&self.owner)));
         match self.place {
             MemorySpace::Device(ordinal) => {
-                // SAFETY: the object described its memory so, and is kept by the owner; that no two of the caller's
-                // loads and stores concern the same slots at once is what docs/python.md asks of
-                // it.
+                // SAFETY: the object described its memory so, and is kept by the owner. That no two
+                // loads and stores use the same slots at once is the caller's duty
+                // (docs/python.md).
                 let memory = unsafe { CudaMemory::from_raw(ordinal, self.address as u64, bytes, owner) };
                 Ok(memory.py()?)
             }

@@ -27,9 +27,9 @@ use crate::engine::PyEngine;
 use crate::error::{IntoPy as _, closed, invalid, to_py};
 use crate::paged::{Hints, paged_kv};
 
-/// What a worker's `close` waits for where the caller does not say.
+/// How long a worker's `close` waits for stores where the caller does not say.
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
-/// A day; longer ones are shortened to it.
+/// A day; longer time-outs are shortened to it.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
 /// Counts as a dict.
@@ -47,8 +47,8 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// What each of `counters` grew by since `reported`, which holds the present values afterwards;
-/// those that did not are left out.
+/// By how much each of `counters` has grown since `reported`, which has the present values
+/// afterwards. Counters that have not grown are left out.
 fn growth<'py>(py: Python<'py>, reported: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
     let (dict, mut reported) = (PyDict::new(py), reported.lock());
     reported.resize(counters.len(), 0);

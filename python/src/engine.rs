@@ -19,7 +19,7 @@ use crate::paged::{Hints, PyPagedKv, paged_kv};
 use crate::prefetch::PyPrefetch;
 use crate::store::PyStore;
 
-/// What `close` waits for where the caller does not say.
+/// How long `close` waits where the caller does not say.
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
 
 /// A prompt hashed once, to be given in place of its tokens.
@@ -188,7 +188,7 @@ impl PyEngine {
         let found = self.find(py, tokens, extra, pin_ms)?;
         let tokens = found.0.matched_tokens;
         if pin_ms > 0 {
-            // Nobody holds the answer; the leases end by themselves.
+            // The caller gets a number and cannot hold the leases: kept until they are over.
             crate::pins::keep(found.0, Duration::from_millis(pin_ms));
         }
         Ok(tokens)

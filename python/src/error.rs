@@ -57,7 +57,7 @@ kinds! {
 /// Adds the exceptions to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let base = module.py().get_type::<ForebayError>();
-    // What the class says where nobody has set it: an instance made in Python.
+    // Defaults, for instances that are made in Python.
     base.setattr("kind", "internal")?;
     base.setattr("advice", module.py().None())?;
     module.add("ForebayError", base)?;

@@ -1,9 +1,13 @@
 //! The extension module `forebay._forebay`: the engine and the object store for Python.
 //!
-//! Invariants: no wait holds the GIL, no thread of the engine ever takes it, and no buffer is
-//! copied. What is written in Python on top (`python/forebay`) adds names, iteration and the
-//! adapters for serving engines; the engine's behaviour is all here. This crate must not import
-//! torch or numpy.
+//! Invariants: no wait holds the GIL, no thread of the engine ever takes it, and no KV and no value
+//! of an object is copied. What is written in Python on top (`python/forebay`) adds names,
+//! iteration and the adapters for serving engines; the engine's behaviour is all in Rust. This
+//! crate must not import torch or numpy.
+//!
+//! The files: `engine`, `prefetch`, `load`, `store`, `objects` and `connector` (the classes),
+//! `paged`, `buffer`, `dlpack`, `ints` and `convert` (from Python's values), `wait` (waiting
+//! without the GIL), `pins` (leases of `lookup`), `error`, `logging`, `stats`, `program`.
 
 use pyo3::prelude::*;
 

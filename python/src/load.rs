@@ -119,7 +119,7 @@ impl PyLoad {
     }
 }
 
-/// A handle of the parent's.
+/// The error for a handle that belongs to the process that this one was forked from.
 pub(crate) fn forked() -> Error {
     Error::new(ErrorKind::Forked, "the process was forked while this was under way")
         .advice("open the cache in the child (spawn, do not fork)")
@@ -127,7 +127,7 @@ pub(crate) fn forked() -> Error {
 
 #[pymethods]
 impl PyLoad {
-    /// Number of layers; 0 where there was nothing to load.
+    /// Number of layers of the caller's memory.
     #[getter]
     fn layers(&self) -> PyResult<usize> {
         Ok(self.get()?.layers())
@@ -220,7 +220,7 @@ impl PyLoad {
 impl Drop for PyLoad {
     fn drop(&mut self) {
         let load = self.load.take();
-        // Python frees objects with the GIL; taking the memory back may wait for a device.
+        // Python frees objects with the GIL held, and cancelling the load may wait for a device.
         Python::attach(|py| py.detach(|| drop(load)));
     }
 }

@@ -14,10 +14,10 @@ use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
-/// Lines that wait at most.
+/// Lines that the queue holds at most.
 const MOST: usize = 1024;
 
-/// A line; none asks the thread to end.
+/// A line of the log.
 struct Line {
     level: u8,
     target: String,

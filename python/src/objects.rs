@@ -30,8 +30,8 @@ const COMPLETION: [&str; 6] = ["id", "kind", "results", "lengths", "causes", "er
 
 static COMPLETION_TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// The class of completions, made once: `collections.namedtuple` is a tuple to who takes it apart,
-/// at the price of one.
+/// The class of completions, made once: a `collections.namedtuple`, which can be unpacked like a
+/// tuple and costs no more.
 pub(crate) fn completion_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     let made = COMPLETION_TYPE.get_or_try_init(py, || {
         let arguments = [("module", "forebay")].into_py_dict(py)?;
@@ -84,7 +84,8 @@ impl PyObjectStore {
         }
     }
 
-    /// Does what was asked for, and waits. No thread that drains sees anything of it.
+    /// Does what was asked for, and waits. Its completion is not among those that
+    /// `drain_completions` takes.
     fn run(&self, py: Python<'_>, request: ObjectRequest) -> PyResult<Vec<bool>> {
         let store = self.get_store()?;
         let id = store.begin(request).py()?;
@@ -96,7 +97,7 @@ impl PyObjectStore {
             Ok(Some(done)) => done.py()?,
             Ok(None) => return Err(to_py(&Error::new(ErrorKind::Internal, "a wait without an end ended"))),
             Err(interrupted) => {
-                // The caller's buffers are his again, and the completion is nobody's.
+                // Cancelled, so that the buffers are the caller's again; the completion is dropped.
                 py.detach(|| {
                     store.cancel(id);
                     drop(store.wait(id, Duration::ZERO));
@@ -354,7 +355,7 @@ impl PyObjectStore {
         py.detach(|| store.flush()).py()
     }
 
-    /// The figures.
+    /// Counters and state, as plain numbers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let store = self.get_store()?;
         let stats = py.detach(|| store.stats());

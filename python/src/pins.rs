@@ -1,15 +1,15 @@
-//! Answers of lookups that nobody holds, kept until their pins are over.
+//! Results of lookups that the caller cannot hold, kept until their pins are over.
 //!
-//! `lookup(pin_ms=…)` answers with a number, so somebody else has to hold the lease. They are let
-//! go at the next call after their time, which is soon enough: the log itself no longer honours a
-//! lease whose time is up.
+//! `lookup(pin_ms=…)` returns a number, so the leases are held here. They are dropped by the first
+//! call after their time is over. That is soon enough: the log does not honour a lease whose time
+//! is over.
 
 use std::time::{Duration, Instant};
 
 use forebay::engine::Lookup;
 use parking_lot::Mutex;
 
-/// More are not kept; the oldest go first.
+/// Results that are kept at most; beyond that, the oldest are dropped.
 const MOST: usize = 4096;
 
 static KEPT: Mutex<Vec<(Instant, u32, Lookup)>> = Mutex::new(Vec::new());
@@ -21,7 +21,7 @@ pub(crate) fn keep(found: Lookup, pin: Duration) {
     let mut over = Vec::new();
     kept.retain_mut(|(until, owner, lookup)| {
         if *owner != pid {
-            // The parent's: its leases are not this process's to give back.
+            // Of the process that this one was forked from: its leases are not to be ended here.
             std::mem::forget(std::mem::take(lookup));
             return false;
         }

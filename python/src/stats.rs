@@ -1,4 +1,4 @@
-//! Figures as dicts.
+//! Counters of the engine and of the object store, as dicts.
 
 use forebay::engine::{EngineStats, StagingStats};
 use forebay::objects::{KindStats, ObjectStats};

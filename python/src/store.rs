@@ -103,7 +103,7 @@ impl PyStore {
     }
 
     /// Waits until the caller may change its blocks, of all layers or of those up to `layer`. With
-    /// a stream it is the stream that waits.
+    /// `layer` and a stream it is the stream that waits.
     #[pyo3(signature = (layer=None, stream=None))]
     fn wait_gathered(&self, py: Python<'_>, layer: Option<usize>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let (store, stream) = (self.get()?, convert::stream(stream)?);

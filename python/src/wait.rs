@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 
 use crate::error::IntoPy;
 
-/// Between two looks whether a signal came.
+/// Time between two checks whether a signal has come.
 const SLICE: Duration = Duration::from_millis(100);
 
 /// Calls `wait_for` without the GIL until it gives something or `timeout_ms` is over.
@@ -63,7 +63,7 @@ impl Alarm {
         Ok(self.signal()?.0.as_raw_fd())
     }
 
-    /// Polls; nothing means that the descriptor will tell.
+    /// Polls; `None` means that the descriptor becomes readable when to poll again.
     pub(crate) fn poll<T>(&self, poll: impl FnOnce(&Context<'_>) -> Poll<T>) -> PyResult<Option<T>> {
         let signal = self.signal()?;
         signal.0.clear();

@@ -253,7 +253,8 @@ def test_memory_lives_as_long_as_it_is_used_and_no_longer(eng: forebay.Engine) -
     assert eng.store(list(range(32)), paged, slots(32)).wait().stored == 1
     del paged
     gc.collect()
-    # The store's own reference may be dropped by a thread of the engine; the next call then lets the owner go.
+    # The store's own reference may be dropped by a thread of the engine; the next call then lets
+    # the owner go.
     for _ in range(1000):
         eng.lookup([1])
         if not any(ref() for ref in gone):

@@ -1,5 +1,5 @@
-//! Time in which at least one of several transfers was under way: what they bring together in it is
-//! how fast they are, however many share the drive or the network.
+//! Time in which at least one of several transfers was under way. What all of them have moved,
+//! divided by it, is the rate of the drive or the network that they share.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! How much of a prompt is stored, as the scheduler asks it. Replaceable; two are here and in
-//! `ranks.rs`: for caches that the caller has opened, and for those that the workers say they have.
+//! How the scheduler asks how much of a prompt is stored: a trait, and what implements it for
+//! caches that the caller has opened. `ranks.rs` implements it for caches that the workers have.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -33,11 +33,12 @@ pub trait PrefixLookup: Send {
     /// Whatever keeps it from answering; the scheduler takes it as nothing stored, and counts it.
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>>;
 
-    /// Loads end at a multiple of so many tokens: so do partial chunks.
+    /// From now on, loads end at multiples of so many tokens, and so do the partial chunks that are
+    /// fetched.
     fn ends_at_multiples_of(&mut self, _tokens: usize) {}
 
-    /// How many tokens per second the server computes, where that is known: what would come slower
-    /// is not waited for.
+    /// The server computes so many tokens per second, where that is known: what would come more
+    /// slowly is not waited for.
     fn computes(&mut self, _tokens_per_s: Option<f64>) {}
 
     /// Requests for which nothing was fetched because computing is faster.
@@ -45,8 +46,7 @@ pub trait PrefixLookup: Send {
         0
     }
 
-    /// Keys of chunks of which it has turned out that the remote tier does not have them, since the
-    /// last call.
+    /// Keys of chunks that the remote tier has turned out not to have, since the last call.
     fn remote_gone(&mut self) -> Vec<ChunkKey> {
         Vec::new()
     }
@@ -63,7 +63,7 @@ pub trait PrefixLookup: Send {
     /// The request's pins are not needed any more.
     fn unpin(&mut self, _req_id: &str) {}
 
-    /// What a worker said after a step.
+    /// A worker's report after a step.
     fn reported(&mut self, _report: &WorkerMeta) {}
 
     /// The next question to the workers, if there is one.
@@ -153,15 +153,15 @@ impl PrefixLookup for EngineLookup {
     }
 }
 
-/// Keys of chunks that fetches have not found in the remote tier. Those that they found need no
-/// report: the rank that uploaded them has reported them.
+/// Keys of chunks that fetches have not found in the remote tier. Those that they have found are of
+/// no use here: the rank that uploaded them has reported them.
 pub(super) fn remote_gone<'a>(engines: impl Iterator<Item = &'a Engine>) -> Vec<ChunkKey> {
     let changes = engines.flat_map(|engine| engine.take_remote_changes(usize::MAX));
     changes.filter_map(|(key, is_there)| (!is_there).then_some(key)).collect()
 }
 
-/// What a worker has uploaded is looked for again, also where it was missing a moment ago:
-/// otherwise nobody would learn that it has been removed since.
+/// Has fetches look again for chunks that a worker has uploaded, also where they were missing a
+/// moment ago. Otherwise it would go unnoticed that they have been removed since.
 pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &WorkerMeta) {
     let keys: Vec<ChunkKey> = report.remote.iter().filter(|(_, there)| *there).map(|(key, _)| ChunkKey(*key)).collect();
     if !keys.is_empty() {
@@ -169,18 +169,20 @@ pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &W
     }
 }
 
-/// What is on its way from the remote tier for requests that wait. A request is fetched for once.
+/// Fetches from the remote tier for requests that wait. A request is fetched for only once.
 #[derive(Debug, Default)]
 pub(super) struct Fetches {
-    /// Where a partial chunk may end; 0 for anywhere.
+    /// A partial chunk ends at a multiple of so many tokens; 0 for anywhere.
     pub(super) multiple: usize,
     /// Per request, one fetch of each engine; none once they are over.
     of: HashMap<String, Vec<Fetch>>,
-    /// What they bring, and what the server computes, in tokens per second.
+    /// Tokens per second that fetches bring.
     bringing: MeasuredRate,
     busy: BusyTime,
+    /// Tokens per second that the server computes.
     computing: Option<f64>,
     refusals: Refusals,
+    /// Requests for which nothing was fetched because computing is faster.
     refused: u64,
 }
 
@@ -195,8 +197,8 @@ impl Fetches {
         self.refused
     }
 
-    /// Whether chunks of a request are still coming to `engines`, for at most `patience` since it
-    /// was asked first, and for as long as computing them would take. What has come by then is
+    /// Whether chunks of a request are still coming to `engines`: for at most `patience` since this
+    /// was asked first, and no longer than computing them would take. What has come by then is
     /// loaded, and the rest computed.
     pub(super) fn is_coming<'a>(
         &mut self,
@@ -230,10 +232,10 @@ impl Fetches {
         Ok(self.still_coming(req_id, prompt))
     }
 
-    /// Whether fetches for a request are not over; those that are have been measured.
+    /// Whether fetches for a request are still under way. Measures those that are over; a fetch is
+    /// over at its deadline.
     fn still_coming(&mut self, req_id: &str, prompt: &Prompt) -> bool {
         let Some(fetches) = self.of.get_mut(req_id) else { return false };
-        // A fetch ends at its deadline.
         for over in fetches.extract_if(.., |fetch| fetch.is_over()) {
             if let Some((chunks, times)) = over.measured() {
                 let tokens = chunks * prompt.chunk_tokens();
@@ -271,7 +273,7 @@ impl Pins {
         (req_id, prompt, tokens): (&str, &Prompt, usize),
         patience: Duration,
     ) -> Result<usize> {
-        // A server asks in every step until it has room for the request.
+        // A server asks in every step until it has room for the request: pin only now and then.
         let is_fresh = |p: &Pinned| p.tokens == tokens && p.since.elapsed() < patience / 2;
         if self.of.get(req_id).is_some_and(is_fresh) {
             return Ok(tokens);

@@ -1,6 +1,6 @@
-//! What scheduler and workers send each other, and its bytes: a version byte and postcard. Reading
-//! is total: damaged bytes are an error, never a panic. Plain data; what it means is in the two
-//! machines.
+//! The messages between scheduler and workers, and their bytes: a version byte, then postcard. Any
+//! bytes can be read: damaged ones are an error, never a panic. Plain data: `scheduler/` and
+//! `worker/` say what it means.
 
 use serde::{Deserialize, Serialize};
 
@@ -109,9 +109,10 @@ pub struct StepMeta {
     pub preempted: Vec<String>,
     /// Finished requests that keep their blocks until they are reported as sent.
     pub held: Vec<String>,
-    /// Finished requests among them that do not wait for gathers.
+    /// Requests in `held` whose gathers are given up.
     pub give_up: Vec<String>,
-    /// Questions, which come before the loads: every worker learns their tokens.
+    /// Questions; handled before the loads. Every worker learns their tokens, also one that is not
+    /// asked.
     pub questions: Vec<Question>,
     /// The ranks that answer them.
     pub asked: Vec<u32>,
@@ -120,7 +121,7 @@ pub struct StepMeta {
     /// The ranks that store nothing, because an earlier one stores the same KV in the same place;
     /// `None` where nothing has changed.
     pub silent: Option<Vec<u32>>,
-    /// Prefetches, which come after the loads.
+    /// Prefetches; handled after the loads.
     pub prefetches: Vec<PrefetchOrder>,
     /// Requests whose prefetch is not needed any more.
     pub unwanted: Vec<String>,
@@ -231,7 +232,7 @@ impl WorkerMeta {
     /// [`ErrorKind::InvalidInput`] for bytes that are no report, or of another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let report: Self = read(bytes, "a worker's report")?;
-        // Means are taken of it: what is no number would stay in them for ever.
+        // Rates are computed from these, and loads are refused by them.
         match [report.load_s, report.memory_s].into_iter().find(|seconds| !seconds.is_finite() || *seconds < 0.0) {
             None => Ok(report),
             Some(wrong) => {
@@ -257,7 +258,7 @@ fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8], what: &str) -> Result<T> {
     if left.is_empty() { Ok(value) } else { Err(refuse(format!("{} bytes too many", left.len()))) }
 }
 
-/// [`Extra`] as it travels.
+/// [`Extra`] in messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct WireExtra {
     multimodal: Vec<(Vec<u8>, u32, u32)>,

@@ -17,9 +17,13 @@
 //! - An answer of [`Scheduler::get_num_new_matched_tokens`] holds nothing but leases that expire:
 //!   it may be dropped.
 //!
-//! The files: `scheduler/`, `worker/`, `meta` (their messages), `options`, `lookup` and `ranks`
-//! (how much of a prompt every rank has stored), `worker_identity`, `busy` (time in which transfers
-//! ran).
+//! The files:
+//! - `scheduler/`, `worker/`: the two state machines.
+//! - `meta`, `worker_identity`: the messages between them.
+//! - `options`: what both are made with.
+//! - `lookup`: how much of a prompt is stored, in caches that the caller has opened.
+//! - `ranks`: the same for caches that the workers have: looked up or asked.
+//! - `busy`: time in which at least one of several transfers ran.
 //!
 //! This room knows no Python and no server's types, and does no I/O of its own; it must not block a
 //! step on a drive. The exception is [`RanksLookup`]: it opens a worker's cache when that worker

@@ -8,7 +8,7 @@ use crate::config::{Settings, StoreWhen};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{Geometry, LayerKind};
 
-/// Share of the server's blocks that may wait for stores of finished requests: one in so many.
+/// One in this many of the server's blocks may be held for stores of finished requests.
 const HELD_SHARE: usize = 20;
 
 /// What a server does with the cache.
@@ -107,9 +107,9 @@ pub struct ConnectorOptions {
     /// Milliseconds that a step waits for gathers which must be over before it ends; what is not
     /// gathered then is given up.
     pub gather_patience_ms: u64,
-    /// Blocks of finished requests that may wait for gathers; beyond it they are given up.
+    /// Blocks of finished requests that may wait for gathers; beyond that, stores are given up.
     pub max_held_blocks: usize,
-    /// What becomes of chunks is remembered for [`super::Scheduler::take_events`].
+    /// KV events are collected for [`super::Scheduler::take_events`].
     pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,

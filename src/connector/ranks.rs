@@ -1,14 +1,14 @@
-//! The least that all ranks have of a prompt: looked up in the tables of those whose cache lies on
-//! this machine, asked of the others.
+//! The least that any rank has of a prompt. Ranks whose cache lies on this machine are *seen*:
+//! their tables are looked up here. The others are asked.
 //!
-//! Which is which follows from what each worker says of itself. A question goes out with the next
-//! step, and only for a prompt of which the visible ranks have something; its answers come back
-//! with that step's output, so that a request waits for a step or two and never for longer than the
+//! Which ranks are seen follows from their [`WorkerIdentity`]. A question goes out with the next
+//! step, and only for a prompt of which the seen ranks have something; its answers come back with
+//! that step's output. So a request waits for a step or two, and never for longer than the
 //! patience: then nothing counts as stored.
 //!
-//! Invariants: nothing is kept but for live requests, a few words each and for each rank that is
-//! asked; what a rank said is dropped when it says that it has started anew. No call waits, except
-//! that [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
+//! Invariants: only live requests take memory, a few words each and for each rank that is asked.
+//! All answers are dropped when a rank says that it has started anew. No call waits, except that
+//! [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -22,8 +22,7 @@ use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::key::ChunkKey;
 
-/// How old an answer may be before it is asked for again; until the new one comes the old one
-/// counts.
+/// Answers older than this are asked for again; until the new ones come, they count.
 const FRESH: Duration = Duration::from_secs(1);
 
 /// Which KV a cache holds, and where it lies: the same for workers that can use each other's.
@@ -40,7 +39,9 @@ impl CacheShard {
 #[derive(Debug)]
 struct KnownRank {
     identity: WorkerIdentity,
+    /// `None` where its identity describes impossible KV.
     shard: Option<CacheShard>,
+    /// Its cache is open here.
     is_seen: bool,
 }
 
@@ -50,9 +51,11 @@ struct AskedRequest {
     number: u64,
     tokens: usize,
     since: Instant,
+    /// Not all ranks have answered.
     is_open: bool,
     answers: BTreeMap<u32, usize>,
-    /// The least of the answers, and when the last of them came.
+    /// The least of the answers, and when the last of them came; of the question before, while this
+    /// one is open.
     least: Option<(usize, Instant)>,
 }
 
@@ -70,8 +73,11 @@ pub struct RanksLookup {
     missing_since: Option<Instant>,
     is_silent_said: bool,
     requests: HashMap<String, AskedRequest>,
+    /// Open questions, by number.
     open: HashMap<u64, String>,
+    /// Requests to ask about with the next steps.
     queue: VecDeque<String>,
+    /// Number of the last question.
     next: u64,
 }
 
@@ -81,7 +87,7 @@ impl RanksLookup {
     #[must_use]
     pub fn new(settings: &Settings, workers: usize, patience: Duration) -> Self {
         Self {
-            // Nothing is loaded here.
+            // Only looked up: nothing is loaded here, so no memory tier is needed.
             settings: Settings { local_cpu: false, ..settings.clone() },
             patience,
             workers: u32::try_from(workers).unwrap_or(u32::MAX),
@@ -113,7 +119,7 @@ impl RanksLookup {
         let seen: Vec<&CacheShard> =
             self.ranks.values().filter(|r| r.is_seen).filter_map(|r| r.shard.as_ref()).collect();
         self.tables.retain(|shard, _| seen.contains(&shard));
-        // What it said before its start is of another process.
+        // Earlier answers may be those of the process that this one replaces.
         self.requests.clear();
         self.open.clear();
         self.queue.clear();
@@ -123,7 +129,7 @@ impl RanksLookup {
         }
     }
 
-    /// Whether the cache of `geometry` is open here.
+    /// Opens the cache of `geometry` here, unless it is open; whether that succeeds.
     fn sees(&mut self, geometry: Geometry) -> bool {
         let shard = CacheShard::of(&geometry);
         if self.tables.contains_key(&shard) {
@@ -145,7 +151,7 @@ impl RanksLookup {
         }
     }
 
-    /// Asks about a request with the next step.
+    /// Queues a question about a request for the next step.
     fn ask(&mut self, req_id: &str, tokens: usize) {
         self.next += 1;
         let (number, since) = (self.next, Instant::now());

@@ -17,7 +17,7 @@ use crate::geometry::{DType, Geometry, LayerSpec, Shard};
 /// Which KV a worker has, and where its cache lies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerIdentity {
-    /// Drawn anew by every start of the worker.
+    /// A random number of this start of the worker.
     incarnation: u64,
     /// Where its cache lies; `None` where there is none.
     pub(super) place: Option<CacheIdentity>,
@@ -55,7 +55,7 @@ impl WorkerIdentity {
     /// The worker's geometry.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::InvalidInput`] where it is none.
+    /// [`crate::ErrorKind::InvalidInput`] where the identity describes impossible KV.
     pub fn geometry(&self) -> Result<Geometry> {
         let made = Geometry::new(&self.model, self.dtype.clone(), self.layers.clone(), self.chunk_tokens)?;
         let made = made.with_shard(self.shard)?;

@@ -65,13 +65,13 @@ impl ChunkSource for LogSource {
     }
 }
 
-/// A slot that is being written, and who wants to know when it is published.
+/// A slot that is being written.
 struct LogSink {
     log: Arc<Log>,
     slot: SlotWriter,
     layout: SlotLayout,
     id: FrameId,
-    /// Where the chunk goes once it is on a drive.
+    /// Uploads the chunk once it is published on the drive.
     remote: Option<Arc<Remote>>,
 }
 
@@ -111,7 +111,7 @@ impl ChunkSink for LogSink {
     }
 }
 
-/// Opens a slot for `spec`; what is published goes to `remote` too.
+/// Opens a slot for `spec`; the chunk is uploaded to `remote` too.
 pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote>>) -> Begun {
     let again = |why, log, spec, remote| Begun::NotYet(why, Box::new(move || begin(log, spec, remote)));
     match log.begin_put(spec) {
@@ -122,11 +122,11 @@ pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote
         }
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
         Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec, remote),
-        // The tenant's oldest chunks are being given up.
+        // The tenant's oldest chunks are being evicted, so there may be room soon.
         Ok(PutOutcome::NotAdmitted(Refusal::Quota, spec)) => again(ShedCause::Quota, log, spec, remote),
         Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => Begun::Shed(ShedCause::Budget),
-        // No drive takes puts: those that have failed are left alone for longer than any store
-        // waits.
+        // No drive takes puts now. A drive that has failed is not tried again for longer than any
+        // store waits.
         Err(e) if e.kind() == ErrorKind::Busy => Begun::Shed(ShedCause::NoSpace),
         Err(e) => {
             tracing::debug!(error = %e, "a put was shed");

@@ -1,4 +1,5 @@
-//! The calls of the forward path, and those of the operator.
+//! The calls of the forward path (lookup, load, store), and those of the operator (remove, clear,
+//! flush).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::key::{self, ChunkKey, Extra};
 use crate::log::{Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
-/// How long a lease of a load without a deadline may last.
+/// How long the leases of a load without a time-out, and those of a prefetch, may last.
 pub(super) const LOAD_LEASE: Duration = Duration::from_secs(60);
 
 impl Engine {
@@ -42,7 +43,7 @@ impl Engine {
                 let pin = Duration::from_millis(pin_ms);
                 found.pinned = keys.iter().map_while(|k| log.locate(k, pin)).collect();
                 if found.pinned.len() < keys.len() {
-                    // The rest was reclaimed between the two looks.
+                    // The others were evicted since the lookup.
                     found.full_chunks = found.full_chunks.min(found.pinned.len());
                     found.matched_tokens = found.full_chunks * prompt.chunk_tokens();
                 }
@@ -148,9 +149,9 @@ impl Engine {
         let log = inner.open_log()?;
         let mut keys = prompt.keys().to_vec();
         for at in 0..=prompt.keys().len() {
-            // Of every length: the list of those that are stored has room for a few, and what it
-            // leaves out now is found again once another prompt's chunk of the same length stands
-            // after the same parent.
+            // Partial chunks of every length, not only those that the index lists after this
+            // parent: the list has room for a few lengths, and one that it leaves out now can come
+            // into it again, with another prompt's chunk of that length.
             keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
         let there = log.remove(&keys)?;
@@ -158,11 +159,12 @@ impl Engine {
         if let Some(remote) = &inner.remote {
             let is_told = |at: usize| at < prompt.keys().len() || there.get(at).is_some_and(|there| *there);
             let (told, mut others): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(at, _)| is_told(*at));
-            // Partial chunks that no drive here has are in the store only where servers upload such.
+            // Partial chunks that no drive here has can be in the object store only where servers
+            // upload partial chunks.
             others.retain(|_| inner.options.settings.save_unfull_chunk);
             let [told, others] = [told, others].map(|some| some.into_iter().map(|(_, key)| *key).collect::<Vec<_>>());
             remote.remove((told.as_slice(), others.as_slice()), prompt.tenant())?;
-            // What was fetched before it was deleted there.
+            // Again: a fetch may have read a chunk before it was deleted there.
             log.remove(&keys)?;
         }
         Ok(there.into_iter().filter(|there| *there).count())
@@ -231,10 +233,11 @@ impl Engine {
     }
 }
 
-/// The longest partial chunk in the place of chunk `at` that `prompt` starts with there.
+/// Length and key of the longest stored partial chunk in the place of chunk `at` whose tokens are
+/// those of `prompt`.
 pub(super) fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
     let rest = prompt.len() - at * prompt.chunk_tokens();
-    // All of it, before the list is asked, which knows some lengths of each parent.
+    // First all that is left of the prompt: the index lists only some lengths after each parent.
     let whole = (1..prompt.chunk_tokens()).contains(&rest).then(|| prompt.partial_key(at, rest)).flatten();
     if let Some(key) = whole.filter(|k| log.contains(k)) {
         return Some((rest, key));
@@ -268,7 +271,7 @@ impl EngineInner {
         Err(Error::new(ErrorKind::InvalidInput, message))
     }
 
-    /// What the caller's stream must have done before its memory is written.
+    /// Fences behind what was submitted to the caller's stream until now; none on the host.
     pub(super) fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
         let device = &self.options.device;
         let Some(stream) = stream.filter(|_| device.place() != MemorySpace::Host) else { return Ok(Vec::new()) };
@@ -279,7 +282,7 @@ impl EngineInner {
         device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
     }
 
-    /// Gives back the memory of chunks that the drives do not have any more.
+    /// Drops the frames of chunks that the drives do not have any more.
     fn sweep_memory(&self, log: &Log) {
         if let Some(tier) = self.pipeline.memory() {
             tier.retain(|id| log.peek(&id.key).is_some_and(|there| there.sequence == id.sequence));
@@ -328,7 +331,8 @@ impl LoadPlanner<'_> {
         Some((log, chunk))
     }
 
-    /// The tokens from `at` on, where chunk `i` is not stored in full.
+    /// Finds a partial chunk for the tokens from `at` on, where chunk `i` is not stored in full;
+    /// what is wanted beyond it is absent.
     fn partial(&mut self, i: usize, mut at: usize, lease: Duration) -> Result<()> {
         if at >= self.wanted {
             return Ok(());
@@ -365,7 +369,7 @@ impl LoadPlanner<'_> {
         });
     }
 
-    /// Tokens that the caller does not want loaded because it has them.
+    /// Notes tokens that have no slot to be loaded to, because the caller has them.
     fn has_already(&mut self, tokens: usize) {
         match self.spec.chunks.last_mut() {
             Some(chunk) => chunk.covers += tokens,

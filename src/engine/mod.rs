@@ -14,11 +14,15 @@
 //! - A forked child gets [`ErrorKind::Forked`] from every call that returns a [`Result`], and
 //!   nothing from others. When it drops the engine, nothing of the parent's is touched.
 //!
-//! The files: `open` (from settings to staging and an open log), `prompt` and `request` (what
-//! callers hand in), `calls` (lookup, load, store, remove), `plan` (slots to copies), `storing`
-//! (which chunks of a prompt are written), `adapter` (the log as the pipeline's source and sink),
-//! `prefetching`, `remote` (fetches), `turn` (rotation of keys to other positions), `stats` and
-//! `exposition` (metrics).
+//! The files:
+//! - `open`: from settings to staging and an open log.
+//! - `prompt`, `request`: what callers hand in.
+//! - `calls`: lookup, load, store, remove. `prefetching`, `remote` (fetches), `turn` (rotation of
+//!   attention keys to other positions): more calls.
+//! - `plan`: from slot mappings to the copies of each chunk.
+//! - `storing`: which chunks of a prompt are written.
+//! - `adapter`: the log as the pipeline's source and sink.
+//! - `stats`, `exposition`: counters and metrics.
 //!
 //! ```no_run
 //! use forebay::config::Settings;
@@ -281,8 +285,8 @@ impl fmt::Debug for Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if self.check().is_err() {
-            // What it holds is the parent's: one reference too many keeps it from being dropped
-            // here.
+            // What the engine holds is the parent's. One more reference, which is never dropped,
+            // keeps it from being taken apart here.
             std::mem::forget(Arc::clone(&self.inner));
             return;
         }

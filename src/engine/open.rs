@@ -14,32 +14,35 @@ use crate::pipeline::{PipelineOptions, min_slot_bytes};
 use crate::remote::{Remote, RemoteOptions};
 use crate::tier::MemoryTier;
 
-/// Extents are moved together up to this many bytes where layers matter one by one.
+/// Bytes of extents that one request moves at most, in loads and stores layer by layer.
 const GROUP_BYTES: usize = 1 << 20;
-/// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because
-/// the copy of one begins later and leaves the processor's caches.
+/// As [`GROUP_BYTES`], in loads and stores of whole chunks. Through host memory larger transfers
+/// are slower: the copy that follows one begins later, when the bytes have left the processor's
+/// caches.
 const WHOLE_GROUP_BYTES: usize = 1 << 20;
-/// As [`WHOLE_GROUP_BYTES`], where bytes cross PCIe: larger copies cost fewer launches and
+/// As [`WHOLE_GROUP_BYTES`], into a GPU's memory: larger copies need fewer launches and
 /// completions.
 const DEVICE_GROUP_BYTES: usize = 4 << 20;
-/// Reads in flight through host memory, for each drive: drives are busy with less, and what is read
-/// is still in the processor's caches when it is checked and copied. With 64 MiB, loads are a
-/// quarter slower.
+/// Bytes of reads in flight through host memory, for each drive. It is enough to keep a drive busy,
+/// and few enough that bytes are still in the processor's caches when they are checked and copied:
+/// with 64 MiB, loads are a quarter slower.
 const HOST_WINDOW_BYTES: usize = 8 << 20;
-/// Bytes of prefetches in flight: a millisecond of a drive or less, which is what a load that
-/// begins may have to wait for.
+/// Bytes of prefetches in flight: a load that begins may have to wait for them, a millisecond or
+/// less of a drive.
 const PREFETCH_BYTES: usize = 2 << 20;
-/// Of the staging in a GPU's memory, one part in this many is for stores.
+/// Of the staging in a GPU's memory, one part in this many is for stores, and another one for
+/// chunks from the memory tier, where there is one.
 const STORE_SHARE: usize = 4;
 /// Staging is cut into at least this many slots, where extents allow.
 const LEAST_SLOTS: usize = 8;
 /// Stores under way at once.
 const MAX_STORES: usize = 256;
-/// Ungathered stores may wait for this many times the staging.
+/// New stores are shed when those that wait have this many times the bytes of the stores' staging
+/// to gather.
 const STORE_BACKLOG: u64 = 64;
 
-/// The geometry in chunks of the size that the settings say, rounded up to whole blocks of its
-/// opaque layers, and with the settings' part of its identity.
+/// `geometry` with the settings' chunk size, rounded up to whole blocks of its opaque layers, and
+/// with the settings' `fingerprint` as a part of its identity.
 pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geometry> {
     let mut step = 1u32;
     for layer in geometry.layers.iter() {
@@ -62,8 +65,8 @@ fn lcm(a: u32, b: u32) -> u32 {
     (a / x.max(1)).saturating_mul(b).max(1)
 }
 
-/// Bytes of reads in flight: what the I/O queues of the drives take, through host memory at most
-/// [`HOST_WINDOW_BYTES`].
+/// Bytes of reads in flight at most: twice what the settings let the I/O queues have at once, but
+/// through host memory no more than [`HOST_WINDOW_BYTES`] for each drive.
 fn window_bytes(settings: &Settings, host: bool) -> usize {
     let drives = settings.drives.len().max(1);
     let queue = settings.max_concurrent_ops.saturating_mul(settings.block_size).saturating_mul(2);
@@ -87,7 +90,6 @@ pub(super) fn pipeline_options(
             .map_err(|e| Error::new(e.kind(), format!("{key}: {bytes} bytes, extents need {least}")).source(e))
     };
     let pool = |of: (usize, &'static str)| pool_of(of, best.min(of.0 / LEAST_SLOTS).max(least));
-    // For what comes from memory, as much.
     let stores = settings.gpu_staging / STORE_SHARE;
     let hits = device.mover().filter(|_| settings.local_cpu);
     let (loads, stores) = match (host, &hits) {
@@ -98,7 +100,7 @@ pub(super) fn pipeline_options(
     let memory = memory_tier(settings, geometry, hits.clone())?;
     let load_pool = pool(loads)?;
     let store_pool = pool(stores)?;
-    // What is read and what comes from memory is cut into the same groups.
+    // In slots as large as those for reads: chunks from memory are moved in the same groups.
     let hits = hits.map(|mover| Ok::<_, Error>((mover, pool_of(stores, load_pool.slot_bytes())?))).transpose()?;
     Ok(PipelineOptions {
         load_pool,
@@ -124,8 +126,8 @@ fn memory_tier(
     if !settings.local_cpu {
         return Ok(None);
     }
-    // A frame of coded chunks has no room for one that does not fit the codec. Who asks for the
-    // codec knows that KV fits.
+    // With `codec: exp4` frames have the size of coded chunks. A chunk that does not fit the codec
+    // is too large for them and stays out of memory.
     let codec = if settings.codec == Codec::Exp4 { SlotCodec::Exp4 } else { SlotCodec::None };
     let chunk = SlotLayout::of_coded_chunk(geometry, geometry.chunk_tokens, codec).slot_bytes;
     let size = settings.max_local_cpu_size;
@@ -156,8 +158,8 @@ pub(super) fn opening(
     Opening::start(Box::new(move || open_log(&options, &geometry, (&pipeline, &is_loading))), on_failure, every)
 }
 
-/// Has the drives' queues register the staging memory: with the kernel, or with what reaches an
-/// accelerator's memory.
+/// Gives the drives' queues the staging memory to register: with the kernel, or, where it lies on
+/// an accelerator, with cuFile.
 fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &PipelineOptions) {
     let regions = vec![pipeline.load_pool.region(), pipeline.store_pool.region()];
     match options.device.mover() {
@@ -181,7 +183,8 @@ fn open_log(
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
     log.codec = device::codec_of(&options.settings, options.device.place() == MemorySpace::Host);
-    // Staging bounds what loads and stores submit; the rest is for the log's own.
+    // Loads and stores submit no more than they have staging for; the rest is for the log's own
+    // requests.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
     register_staging(&mut log.io, options, pipeline);
     log.drive_factory = options.drive_factory.clone();

@@ -1,7 +1,7 @@
-//! From the slot mapping of a prompt to one plan per chunk and kind of layer.
+//! From the slot mapping of a prompt to the plans of its chunks.
 //!
-//! Layers of one KV cache group share a mapping; where a server gives them blocks of different
-//! sizes they still need plans of their own. A *class* is what shares a plan.
+//! Layers of one KV cache group share a slot mapping. Those that also have blocks of one size and
+//! number form a *class*: they share a plan.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -26,7 +26,7 @@ pub(super) struct Planner<'a> {
     classes: Vec<Class>,
     /// Which class each layer belongs to.
     pub(super) layer_classes: Arc<[usize]>,
-    /// Tokens that are moved at all; later ones count as skipped.
+    /// Tokens from the start that are moved; later ones are skipped.
     wanted: usize,
 }
 

@@ -1,4 +1,5 @@
-//! The chunks of a prefetch: looked for when their turn comes, so that what waits holds no lease.
+//! The chunks of a prefetch: each is looked up when it is about to be read, so that chunks that
+//! wait hold no lease.
 
 use std::ops::Range;
 use std::sync::Arc;

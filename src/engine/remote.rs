@@ -70,7 +70,7 @@ impl Engine {
 }
 
 impl EngineInner {
-    /// Ends the remote tier; half of the time that is left is for uploads.
+    /// Ends the remote tier; waits for uploads for at most half of the time until `deadline`.
     pub(super) fn close_remote(&self, deadline: Instant) {
         let Some(remote) = &self.remote else { return };
         let now = Instant::now();

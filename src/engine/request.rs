@@ -17,7 +17,7 @@ pub struct SlotMapping {
     pub(super) mask: Option<Arc<[bool]>>,
 }
 
-/// How many tokens of a range lie somewhere.
+/// How many tokens of a range have a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MappedTokens {
     Nowhere,
@@ -26,12 +26,13 @@ pub(super) enum MappedTokens {
 }
 
 impl SlotMapping {
-    /// Whether token `at` lies somewhere.
+    /// Whether token `at` has a slot in any group, masked or not.
     pub(super) fn maps(&self, at: usize) -> bool {
         self.groups.iter().any(|group| group.get(at).is_some_and(|slot| *slot >= 0))
     }
 
-    /// Whether the tokens in `range` lie somewhere, in every group.
+    /// How many of the tokens in `range` have a slot that the mask lets through: in part also where
+    /// only some groups have them.
     pub(super) fn mapped(&self, range: &Range<usize>) -> MappedTokens {
         let bits = self.mask.as_ref().map(|mask| mask.get(range.clone()).unwrap_or_default());
         let is_kept = |at: usize| bits.is_none_or(|bits| bits.get(at) == Some(&true));
@@ -89,7 +90,7 @@ impl From<Vec<i64>> for SlotMapping {
 /// How much of a prompt is stored. Its leases keep the chunks from eviction while it lives, and at
 /// most for the time asked for.
 #[derive(Debug, Default)]
-#[must_use = "dropping it gives the pinned chunks free"]
+#[must_use = "dropping it ends the leases of its chunks"]
 pub struct Lookup {
     /// Tokens from the start of the prompt that are stored.
     pub matched_tokens: usize,

@@ -1,5 +1,5 @@
-//! What of a prompt a store is to write: from a request to the chunks that are not stored yet, and
-//! where their tokens lie.
+//! Which chunks of a prompt a store writes: from a request to the chunks that are not stored yet,
+//! and where their tokens lie.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ struct ChunkToStore {
     tokens: Range<usize>,
 }
 
-/// The chunks of a request that are to be written, and what has become of the others.
+/// The chunks of a request that are to be written, and why the others are not.
 struct Chosen {
     chunks: Vec<ChunkToStore>,
     already_there: usize,
@@ -29,7 +29,7 @@ struct Chosen {
 }
 
 impl EngineInner {
-    /// What `request` asks for, its chunks found at once.
+    /// The spec of a store for `request`, with its chunks.
     pub(super) fn store_spec(&self, request: &StoreRequest) -> Result<StoreSpec> {
         let spec = self.empty_spec(request)?;
         let planner = self.planner(request)?;
@@ -37,7 +37,7 @@ impl EngineInner {
         Ok(StoreSpec { chunks: StoreChunks::Known(self.plan(request, &planner, chosen)?), ..spec })
     }
 
-    /// What `request` asks for but its chunks.
+    /// The spec of a store for `request`, without chunks.
     fn empty_spec(&self, request: &StoreRequest) -> Result<StoreSpec> {
         self.check_prompt(&request.prompt)?;
         self.check_place(&request.kv)?;
@@ -80,8 +80,8 @@ impl EngineInner {
         chunks
     }
 
-    /// Decides what is written, and tells the policy what the prompt brings: in the order of the
-    /// calls, so that ranks with the same inputs decide the same.
+    /// Decides which chunks are written, and notes with the eviction policy which the prompt has.
+    /// In the order of the calls, so that ranks with the same inputs decide the same.
     fn choose(&self, request: &StoreRequest) -> Chosen {
         let mut wanted = self.chunks_to_store(request, self.wanted(request));
         let Some(log) = self.log() else {
@@ -144,7 +144,8 @@ impl EngineInner {
     }
 }
 
-/// What `request` asks for; where the tokens of its chunks lie is to be found by the store thread.
+/// The spec of a store for `request`. Which chunks are written is decided now; where their tokens
+/// lie is found by the store thread.
 pub(super) fn later(inner: &Arc<EngineInner>, request: StoreRequest) -> Result<StoreSpec> {
     let spec = inner.empty_spec(&request)?;
     let chosen = inner.choose(&request);
@@ -153,7 +154,7 @@ pub(super) fn later(inner: &Arc<EngineInner>, request: StoreRequest) -> Result<S
         return Ok(StoreSpec { chunks: StoreChunks::Known(plan), ..spec });
     }
     let at_most = chosen.chunks.len();
-    // The engine owns the thread that calls it.
+    // Weak: the engine owns the store thread, and is not to be kept by it.
     let inner = Arc::downgrade(inner);
     let find = move || match inner.upgrade() {
         Some(inner) => inner.plan(&request, &inner.planner(&request)?, chosen),

@@ -79,7 +79,8 @@ causes! {
         Unmapped = "unmapped",
         /// The engine is disabled, read-only or closed.
         Closed = "closed",
-        /// Its KV does not fit the codec, and the caller had taken layers back already.
+        /// Its KV does not fit the codec, and it could not be begun again without: the caller may
+        /// have changed blocks of its layers since.
         Codec = "codec",
         /// Anything else; see the log.
         Internal = "internal",
@@ -137,7 +138,7 @@ impl Cause for ShedCause {
     }
 }
 
-/// More than there are causes of any kind.
+/// At least as many as there are causes of any kind.
 pub const MAX_CAUSES: usize = 16;
 
 const _: () = assert!(MissCause::ALL.len() <= MAX_CAUSES && ShedCause::ALL.len() <= MAX_CAUSES);

@@ -1,16 +1,16 @@
 //! Which extents go together in one transfer: pure arithmetic on slot layouts.
 //!
-//! Extents of one chunk lie side by side, so adjacent ones can be moved by one request. Groups are
-//! the same for all chunks of a load, which keeps the order layer by layer. The first group also
-//! covers the header.
+//! Extents of one chunk lie side by side, so adjacent ones can be moved by one request. All chunks
+//! of a load are cut into the same groups, so that reads can go layer by layer over all of them.
+//! The first group also covers the header.
 
 use std::ops::Range;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{Extent, SlotLayout};
 
-/// Groups of layers that are waited for one by one hold at most this share of all layers: a group
-/// arrives as a whole.
+/// Where layers are waited for one by one, a group holds at most one in this many of all layers: no
+/// layer of a group is ready before all of the group has arrived.
 const LAYERWISE_SHARE: usize = 16;
 /// Groups up to this many bytes are not cut further: smaller reads would cost the drive more than
 /// they save.
@@ -28,7 +28,7 @@ pub(super) struct GroupSpan {
 }
 
 impl GroupSpan {
-    /// The span of `layers` and, where asked, the header; `None` where that is nothing.
+    /// The span of `layers`, and of the header too if `header`; `None` where that is nothing.
     pub(super) fn of(layout: &SlotLayout, layers: &Range<usize>, header: bool) -> Option<Self> {
         let extents = layout.extents.get(layers.clone()).unwrap_or_default();
         let (first, last) = (extents.first(), extents.last());
@@ -40,7 +40,7 @@ impl GroupSpan {
         Some(Self { offset: start, len: (end - start) as usize, buf_offset: (start - base) as usize })
     }
 
-    /// Where in a frame, which holds the whole slot, the bytes lie that staging would.
+    /// The range of a frame, which holds the whole slot, that stands in for this span's staging.
     pub(super) fn frame_range(&self) -> Range<usize> {
         let end = self.offset as usize + self.len;
         end - self.staging_bytes()..end
@@ -70,20 +70,20 @@ pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
 pub(super) struct GroupLimits {
     /// Bytes that move together.
     pub(super) group_bytes: usize,
-    /// Layers are waited for one by one, so no group may hold up many of them, the first and the
-    /// last least of all.
+    /// Layers are waited for one by one: groups stay small, at the first and the last layers most
+    /// of all.
     pub(super) layerwise: bool,
     /// Bytes of a staging slot.
     pub(super) slot_bytes: usize,
-    /// Staging is not the host's, which must see the header.
+    /// The header is read by itself: it is checked on the host, and staging lies on an accelerator.
     pub(super) header_apart: bool,
 }
 
 /// Layer ranges whose extents move together in every chunk of `layouts`: as many adjacent layers as
-/// fit in `group_bytes`, at least one. The first range is the one that the header is read with; it
-/// is empty where the header must be read alone. Where layers are waited for one by one, groups
-/// grow from one layer and shrink towards the end: attention starts with the first layer's arrival
-/// and goes on after the last one's.
+/// fit in `group_bytes`, at least one. The header is read with the first range, which is empty
+/// where the header must be read alone. Where layers are waited for one by one, groups grow from
+/// one layer and shrink towards the end: attention starts when the first layer has arrived, and
+/// only ends after the last has.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not
@@ -127,7 +127,7 @@ pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Resu
     Ok(groups)
 }
 
-/// Layers that a group from layer `at` on may hold where layers are waited for one by one.
+/// How many layers a group from layer `at` on may hold where layers are waited for one by one.
 fn most_layers(at: usize, layers: usize) -> usize {
     at.min((layers - at) / 2).min(layers / LAYERWISE_SHARE).max(1)
 }
@@ -136,8 +136,9 @@ fn payload(layout: &SlotLayout, range: &Range<usize>) -> usize {
     layout.extents.get(range.clone()).unwrap_or_default().iter().map(|e: &Extent| e.padded_len as usize).sum()
 }
 
-/// The end of the group of layers that starts at `from`, may reach to `limit` layers and moves at
-/// most `group_bytes`, and whether it could not have been longer even with more layers.
+/// The end of the group of layers that starts at `from`, ends at layer `limit` at the latest, and
+/// moves at most `group_bytes`, or one layer; and whether it could not be longer with a higher
+/// `limit`.
 pub(super) fn group_end(layout: &SlotLayout, from: usize, limit: usize, group_bytes: usize) -> (usize, bool) {
     let mut bytes = 0;
     let mut end = from;

@@ -5,9 +5,14 @@
 //! [`ChunkSink`] can be written and committed. It knows the caller's memory only through a
 //! [`Device`], and never waits for the caller.
 //!
-//! The files: `load/` and `store/` (each with its bookkeeping in `state`, its steps in `run`, and
-//! what comes next in `pump`), `prefetch`, `groups` (extents that move together), `order` (fences
-//! of each layer), `cause` (why chunks were missed or shed), `stats`.
+//! The files:
+//! - `load/`, `store/`: in each, `mod` has the handle that callers get, `state` the bookkeeping of
+//!   one load or store, `run` what is done with one step, `pump` which step is next.
+//! - `prefetch`: chunks read into the memory tier ahead of a load.
+//! - `groups`: which extents are moved by one request.
+//! - `order`: for each layer, copies not submitted yet and the fences of those submitted.
+//! - `seam`: traits of a chunk that is read and of a slot that is written.
+//! - `cause`: why chunks were missed or shed. `stats`: counters.
 //!
 //! Invariants:
 //! - No byte counts in a load's result before its extent's CRC has been compared with the one
@@ -17,12 +22,12 @@
 //!   the end of its write; never while waiting for the caller. Loads and stores have pools of their
 //!   own.
 //! - A buffer in flight belongs to the I/O or to a worker. When a load is cancelled or dropped,
-//!   what is in flight ends in staging; the caller's memory is only touched inside a gate that the
-//!   caller closes.
+//!   reads in flight end in staging. Workers write the caller's memory only inside a gate, which
+//!   cancelling and dropping close.
 //! - Every load ends, whatever the drive does: requests have time-outs, loads have deadlines, and
-//!   when nothing moves at all everything that waits is given up.
+//!   when nothing moves for two I/O time-outs, all loads end, and stores that wait for staging.
 //! - What the memory tier has is taken from there and never waits for a drive. What turns out
-//!   damaged there is read from the drive, as if it had not been there.
+//!   damaged there is read from the drive.
 //! - A chunk is committed only after all its extents were written in full and every load it depends
 //!   on has verified.
 
@@ -58,26 +63,26 @@ pub use store::{
 pub struct PipelineOptions {
     /// Staging of loads; a slot must hold the largest extent ([`min_slot_bytes`]).
     pub load_pool: Arc<StagingPool>,
-    /// Staging of stores; the same holds.
+    /// Staging of stores, with slots as large.
     pub store_pool: Arc<StagingPool>,
-    /// Chunks kept in memory.
+    /// The memory tier.
     pub memory: Option<Arc<MemoryTier>>,
-    /// Where staging is not the host's: the copies between it and `memory`, and staging for what
-    /// comes from there, so that it never waits for a drive.
+    /// For staging on an accelerator: what copies between it and `memory`, and a pool of its own
+    /// for chunks that come from `memory`, so that they never wait for a drive.
     pub hits: Option<(Arc<dyn Mover>, Arc<StagingPool>)>,
-    /// Extents of one chunk are read and written together up to this many bytes, where layers
-    /// matter.
+    /// Bytes of adjacent extents of a chunk that one request moves at most, in loads and stores
+    /// that go layer by layer.
     pub group_bytes: usize,
-    /// As `group_bytes`, for loads that are waited for as a whole.
+    /// As `group_bytes`, for loads and stores that do not.
     pub whole_group_bytes: usize,
     /// Bytes of reads in flight beyond which no more are submitted.
     pub window_bytes: usize,
     /// Bytes of prefetches in flight; one read may have more.
     pub prefetch_bytes: usize,
-    /// Stores under way beyond which new ones are shed.
+    /// With this many stores under way, new ones are shed.
     pub max_stores: usize,
-    /// Bytes of stores not gathered yet beyond which new stores are shed; one store alone is always
-    /// taken.
+    /// Bytes that stores have not gathered yet; a store that would exceed them is shed, unless no
+    /// other store has any.
     pub max_store_bytes: u64,
     /// Time-out of each read and write.
     pub io_timeout: Duration,
@@ -99,11 +104,11 @@ impl Pipeline {
     pub fn new(options: &PipelineOptions, device: Arc<dyn Device>) -> Result<Self> {
         let stats = Arc::new(PipelineStats::default());
         let stores = store::StorePump::new(options, Arc::clone(&device), Arc::clone(&stats))?;
-        let (told, bell) = (Arc::downgrade(&stores), Arc::new(prefetch::Bell::default()));
-        let rung = Arc::clone(&bell);
+        let (weak_stores, bell) = (Arc::downgrade(&stores), Arc::new(prefetch::Bell::default()));
+        let prefetch_bell = Arc::clone(&bell);
         let on_finished = Box::new(move || {
-            rung.ring();
-            if let Some(stores) = told.upgrade() {
+            prefetch_bell.ring();
+            if let Some(stores) = weak_stores.upgrade() {
                 stores.notify();
             }
         });
@@ -115,14 +120,14 @@ impl Pipeline {
     /// Starts a load.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::InvalidInput`] where chunks and memory do not fit each other or an
+    /// [`crate::ErrorKind::InvalidInput`] where the chunks have different numbers of layers, or an
     /// extent does not fit a staging slot.
     pub fn load(&self, spec: LoadSpec) -> Result<Load> {
         self.loads.start(spec)
     }
 
-    /// Reads chunks into memory ahead of a load. Returns at once; without a memory tier it is over
-    /// then.
+    /// Reads chunks into the memory tier ahead of a load. Returns at once; without a memory tier
+    /// the prefetch has ended by then.
     #[must_use]
     pub fn prefetch(&self, find: FindChunk) -> Prefetch {
         self.prefetches.start(find)
@@ -138,12 +143,14 @@ impl Pipeline {
     /// [`Store::all_layers`].
     ///
     /// # Errors
-    /// As [`Pipeline::load`]. That a store is shed is no error but its result.
+    /// [`crate::ErrorKind::InvalidInput`] where a chunk has not as many layers as the memory, or an
+    /// extent does not fit a staging slot; what a GPU's driver says. That a store is shed is no
+    /// error: it is in the result.
     pub fn store(&self, spec: StoreSpec) -> Result<Store> {
         self.stores.start(spec)
     }
 
-    /// As [`Pipeline::store`] for each of `specs`; their thread is woken once.
+    /// As [`Pipeline::store`] for each of `specs`; the store thread is woken once for all.
     pub fn stores(&self, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
         self.stores.start_all(specs)
     }
@@ -160,7 +167,8 @@ impl Pipeline {
         self.loads.active()
     }
 
-    /// Says whether any load has not finished, as long as the pipeline is there.
+    /// A function that says whether any load has not finished; `false` once the pipeline is
+    /// dropped.
     #[must_use]
     pub fn is_loading(&self) -> Arc<dyn Fn() -> bool + Send + Sync> {
         let loads = Arc::downgrade(&self.loads);
@@ -191,8 +199,8 @@ impl Pipeline {
         self.stores.pool()
     }
 
-    /// Waits for what is under way until `deadline`, then ends it. Loads and stores started later
-    /// are refused.
+    /// Cancels prefetches, waits for loads and stores until `deadline`, then ends them. Loads
+    /// started later miss every chunk, stores shed every chunk.
     pub fn close(&self, deadline: Instant) {
         self.prefetches.close();
         self.loads.close(deadline);

@@ -1,9 +1,9 @@
-//! Per layer: extents that are not yet among the device's work, and the points at which the work on
-//! the others ends.
+//! Per layer: how many extents have not been submitted to the device, and the fences at which the
+//! copies of the submitted ones end.
 //!
-//! On an accelerator the caller does not wait for copies but has its stream wait for them; it may
-//! do so only when all of a layer's copies have been submitted, because waiting for a point that
-//! was not recorded yet is waiting for nothing.
+//! On an accelerator the caller does not wait for copies but has its stream wait for them. It may
+//! do so only when all of a layer's copies have been submitted: a stream does not wait for a fence
+//! that is recorded later.
 
 use crate::device::{Fence, add_fence};
 
@@ -36,7 +36,7 @@ impl LayerOrder {
         }
     }
 
-    /// An extent of `layer` that came is to come again.
+    /// An extent of `layer` that [`LayerOrder::came`] has counted is to be copied again.
     pub(super) fn comes_again(&mut self, layer: usize) {
         if let Some(left) = self.pending.get_mut(layer) {
             *left += 1;

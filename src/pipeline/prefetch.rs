@@ -1,19 +1,19 @@
-//! Prefetches: chunks that a drive has and memory has not are read into frames of the memory tier
-//! and verified, for loads to come.
+//! Prefetches: chunks that are on a drive and not in the memory tier are read into frames and
+//! verified, for loads to come.
 //!
-//! One thread reads chunk after chunk, prefetch after prefetch, in pieces of the size that loads
-//! read.
+//! One thread reads chunk after chunk, prefetch after prefetch, in pieces as large as the reads of
+//! loads.
 //!
 //! Invariants:
-//! - The server's memory is not touched, and nothing is in memory before its header and all its
-//!   extents have verified.
+//! - The server's memory is not touched. No chunk is published in the memory tier before its header
+//!   and all its extents have verified.
 //! - Loads go first: while one is under way no piece is submitted, and what is in flight when it
 //!   begins is little ([`PipelineOptions::prefetch_bytes`](super::PipelineOptions)).
-//! - What a prefetch has brought or found stays in memory as long as its handle lives; of all
-//!   frames, prefetches hold at most one in [`HELD_SHARE`]. What waits for room lets no later
-//!   prefetch pass.
-//! - A cancelled prefetch submits nothing more, and nobody waits for its I/O: frames in flight come
-//!   free when that has ended.
+//! - What a prefetch has read or found stays in memory as long as its handle lives; of all frames,
+//!   prefetches hold at most one in [`HELD_SHARE`]. A prefetch that waits for frames lets no later
+//!   one pass.
+//! - A cancelled prefetch submits nothing more, and nobody waits for its reads: their frames come
+//!   free when they have ended.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -37,17 +37,18 @@ use crate::io::{Completion, Request};
 use crate::key::ChunkKey;
 use crate::tier::{Filling, Hit, MemoryTier, Rank};
 
-/// Of all frames, one in so many may be held for loads to come: the rest is for what was used last.
+/// Of all frames, one in this many may be held for loads to come: the rest is for the chunks that
+/// were used last.
 const HELD_SHARE: usize = 2;
 
-/// Finds a chunk of a prefetch by its place in the prefix, when its turn has come; `None` at the
-/// end of what is stored.
+/// Finds a chunk of a prefetch by its place in the prefix, when it is about to be read; `None` at
+/// the end of what is stored.
 pub type FindChunk = Box<dyn FnMut(usize) -> Option<Arc<dyn ChunkSource>> + Send>;
 
 /// What a prefetch has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchResult {
-    /// Chunks that a drive has, as far as was looked.
+    /// Chunks that were found on a drive, of those looked for so far.
     pub found: usize,
     /// Of these, chunks that were in memory already.
     pub in_memory: usize,
@@ -55,7 +56,7 @@ pub struct PrefetchResult {
     pub read: usize,
     /// Chunks that could not be read or did not verify.
     pub failed: usize,
-    /// Chunks for which memory had no room.
+    /// Chunks for which the memory tier had no room.
     pub no_room: usize,
     /// It was cancelled before its end.
     pub cancelled: bool,
@@ -63,14 +64,14 @@ pub struct PrefetchResult {
     pub off: bool,
 }
 
-/// Counts of all prefetches of an engine; those of events only grow.
+/// Counts of all prefetches of an engine. All but `active` and `held_bytes` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchStats {
     /// Prefetches begun.
     pub requests: u64,
     /// Prefetches that have not ended.
     pub active: usize,
-    /// Bytes of frames that are held for loads to come.
+    /// Bytes of frames that prefetches hold for loads to come.
     pub held_bytes: u64,
     /// Chunks that were in memory already.
     pub in_memory: u64,
@@ -82,7 +83,7 @@ pub struct PrefetchStats {
     pub no_room: u64,
     /// Chunks whose reading was cancelled.
     pub cancelled: u64,
-    /// Bytes read, of all of them.
+    /// Bytes read.
     pub read_bytes: u64,
     /// Of the chunks read, those that a load has found in memory.
     pub used: u64,
@@ -90,7 +91,7 @@ pub struct PrefetchStats {
     pub wasted: u64,
 }
 
-/// Wakes the thread of the prefetches; rung by all that it may wait for.
+/// Wakes the thread of the prefetches: every event that it may wait for rings it.
 #[derive(Default)]
 pub(super) struct Bell {
     rung: Mutex<u64>,
@@ -107,7 +108,7 @@ impl Bell {
         *self.rung.lock()
     }
 
-    /// Waits until it has been rung since it had been rung `seen` times.
+    /// Waits until it has been rung more than `seen` times.
     fn wait(&self, seen: u64) {
         let mut rung = self.rung.lock();
         while *rung == seen {
@@ -126,7 +127,7 @@ pub(super) struct PrefetchPump {
     bell: Arc<Bell>,
     pid: u32,
     queue: Mutex<VecDeque<Arc<PrefetchInner>>>,
-    /// Chunks that are held in memory, and by how many prefetches.
+    /// Chunks that are held in the memory tier, and by how many prefetches.
     held: Mutex<HashMap<ChunkKey, usize>>,
     closed: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -156,9 +157,9 @@ struct PrefetchState {
 enum FetchNext {
     /// Its next chunk.
     Chunk,
-    /// The same one again, once something has changed.
+    /// The same chunk again, once the bell rings.
     Wait,
-    /// Nothing.
+    /// Nothing: it has ended.
     End,
 }
 
@@ -166,21 +167,21 @@ enum FetchNext {
 enum FetchEnd {
     /// All extents have verified and have these CRCs.
     Well(Vec<u32>),
-    /// It is damaged, or the drive cannot read it.
+    /// It is damaged, or could not be read.
     Bad(MissCause),
-    /// It was not read: cancelled, or refused by its queue.
+    /// It was given up: cancelled, refused by a full queue, or read into other memory than the
+    /// frame.
     Not,
 }
 
 /// A prefetch under way. It makes progress by itself.
 ///
-/// What it has brought into memory or found there stays there as long as this lives: drop it when
-/// the load it was for has begun. Dropping it before its end cancels it.
+/// What it has read into memory or found there stays there as long as this lives: drop it when the
+/// load that it was for has begun. Dropping it before its end cancels it.
 pub struct Prefetch(Arc<PrefetchInner>);
 
 impl Prefetch {
-    /// Waits until it has ended: until its last chunk is in memory, also where that waits for
-    /// frames that other prefetches hold.
+    /// Waits until it has ended, even where it waits for frames that other prefetches hold.
     #[must_use]
     pub fn wait(&self) -> PrefetchResult {
         let mut state = self.0.state.lock();
@@ -262,7 +263,7 @@ impl PrefetchInner {
         self.pump.bell.ring();
     }
 
-    /// Nothing more is read for it.
+    /// Ends it: nothing more is read for it.
     fn over(&self) {
         {
             let mut state = self.state.lock();
@@ -273,7 +274,7 @@ impl PrefetchInner {
         }
         self.changed.notify_all();
         self.pump.queue.lock().retain(|other| !std::ptr::eq(Arc::as_ptr(other), self));
-        // It may hold a log, which nobody should have to close under a lock.
+        // Dropped without the lock: it may hold the last reference to a log, and close it.
         let find = self.find.lock().take();
         drop(find);
     }
@@ -283,7 +284,7 @@ impl PrefetchInner {
         count(&mut self.state.lock().result);
     }
 
-    /// Keeps a chunk in memory until the load.
+    /// Keeps a chunk in memory as long as the handle lives.
     fn hold(&self, key: ChunkKey, hit: Hit) {
         let mut state = self.state.lock();
         if !self.is_cancelled() {
@@ -374,7 +375,7 @@ impl PrefetchPump {
         }
     }
 
-    /// Cancels all and stops the thread; later ones are cancelled at once.
+    /// Cancels all prefetches and stops the thread; later ones are cancelled at once.
     pub(super) fn close(&self) {
         let waiting = {
             let queue = self.queue.lock();
@@ -414,10 +415,10 @@ impl PrefetchPump {
         }
     }
 
-    /// Brings the next chunk into memory.
+    /// Reads the next chunk into memory, or finds it there.
     fn step(&self, job: &PrefetchInner, tier: &Arc<MemoryTier>) -> FetchNext {
         let at = job.state.lock().result.found;
-        // Not under the lock of whoever cancels.
+        // Called without the lock, for which cancelling would wait.
         let mut find = job.find.lock().take();
         let source = find.as_mut().and_then(|find| find(at));
         *job.find.lock() = find;
@@ -437,19 +438,19 @@ impl PrefetchPump {
             if own < all {
                 return FetchNext::Wait;
             }
-            // There will be no room before its own load.
+            // All that is held is its own, until its load has begun: waiting would never end.
             job.count(|of| of.no_room += 1);
             return FetchNext::End;
         }
         let rank = Rank { turn: job.turn, depth: Reverse(at as u32) };
-        // Seen before the memory is: a load that ends in between has brought its chunks by then.
+        // Before memory is asked: chunks of a load that ends in between are in memory by then.
         let loading = self.loads.active() > 0;
         if let Some(hit) = tier.hold(id, rank) {
             job.count(|of| (of.found, of.in_memory) = (of.found + 1, of.in_memory + 1));
             job.hold(id.key, hit);
             return FetchNext::Chunk;
         }
-        // What a load is reading comes into memory by that load.
+        // The load may be reading this very chunk into memory.
         if loading {
             return FetchNext::Wait;
         }
@@ -466,7 +467,7 @@ impl PrefetchPump {
                 }
                 FetchNext::Chunk
             }
-            // What comes after it is of no use.
+            // Without it, later chunks of the prefix are of no use.
             FetchEnd::Bad(cause) => {
                 job.count(|of| of.failed += 1);
                 source.report_bad(cause);
@@ -518,7 +519,7 @@ impl PrefetchPump {
             };
             let (at, ended, bell) = (next, ended.clone(), Arc::clone(&self.bell));
             let done = Box::new(move |completion| {
-                // Whoever has given the chunk up does not hear of it, and the memory goes here.
+                // An error where the chunk was given up meanwhile: this frees the buffer.
                 drop(ended.send((at, completion)));
                 bell.ring();
             });
@@ -539,6 +540,9 @@ impl PrefetchPump {
     }
 
     /// Takes the CRCs of a piece that was read; `false` where its bytes are not in the frame.
+    ///
+    /// # Errors
+    /// That of the read, or of the header.
     fn came(
         &self,
         source: &dyn ChunkSource,
@@ -548,7 +552,8 @@ impl PrefetchPump {
     ) -> Result<bool> {
         completion.result?;
         self.read_bytes.fetch_add(piece.span.len as u64, Ordering::Relaxed);
-        // Where the frame is still with a call that hangs, the bytes came in other memory.
+        // A queue may have lent other memory for the read, while a call that hangs still has the
+        // frame's.
         let Some(buf) = completion.buf.filter(|buf| filling.holds(buf)) else { return Ok(false) };
         let (bytes, layout) = (buf.as_slice(), source.layout());
         let from = |at: u64| bytes.get(piece.span.staging_offset(at)..).unwrap_or_default();
@@ -575,9 +580,10 @@ struct FetchPiece {
     span: GroupSpan,
 }
 
-/// What has been seen of a chunk.
+/// CRCs of a chunk as far as it was read.
 struct SeenCrcs {
-    /// CRCs that the header says.
+    /// Those that the header says.
     expected: Option<Vec<u32>>,
+    /// Those of the extents.
     crcs: Vec<u32>,
 }

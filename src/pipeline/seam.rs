@@ -14,8 +14,8 @@ pub trait ChunkSource: Send + Sync {
     /// Where header and extents lie.
     fn layout(&self) -> &SlotLayout;
 
-    /// A read that fills `buf` from `offset` of the slot on; who wants less of `buf` says so in the
-    /// request.
+    /// A read that fills `buf` from `offset` of the slot on. To fill only a part of `buf`, change
+    /// the request.
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
     /// Submits a request of this chunk; never blocks.
@@ -31,7 +31,7 @@ pub trait ChunkSource: Send + Sync {
     /// [`crate::ErrorKind::Corrupt`] where it is damaged or the header of something else.
     fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>>;
 
-    /// What the memory tier knows it by; `None` where it is not to be kept there.
+    /// Its name in the memory tier; `None` where it is not to be kept there.
     fn frame_id(&self) -> Option<FrameId> {
         None
     }
@@ -41,8 +41,8 @@ pub trait ChunkSource: Send + Sync {
         false
     }
 
-    /// Told that the chunk could not be read or is not what was stored, so that later lookups miss
-    /// it.
+    /// Called when the chunk could not be read or is not what was stored, so that later lookups
+    /// miss it.
     fn report_bad(&self, cause: MissCause);
 }
 
@@ -51,7 +51,7 @@ pub trait ChunkSink: Send + Sync {
     /// Where header and extents lie.
     fn layout(&self) -> &SlotLayout;
 
-    /// A write of `buf` to `offset` of the slot; who wants less of `buf` says so in the request.
+    /// A write of `buf` to `offset` of the slot. To write only a part of `buf`, change the request.
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
     /// Submits a request of this slot, also one that was rejected before; never blocks.
@@ -60,13 +60,13 @@ pub trait ChunkSink: Send + Sync {
     /// [`Rejected`] where the queue is full or closed.
     fn submit(&self, request: Request) -> Result<(), Rejected>;
 
-    /// What the memory tier will know it by; `None` where it is not to be kept there.
+    /// Its name in the memory tier; `None` where it is not to be kept there.
     fn frame_id(&self) -> Option<FrameId> {
         None
     }
 
-    /// Told that the chunk does not fit the codec of its layout: it is not committed. Gives the put
-    /// to begin instead, without a codec, where there is one.
+    /// Called when the chunk does not fit the codec of its layout: it is not committed. Returns the
+    /// put to begin instead, without a codec, where there is one.
     fn misfit(&self) -> Option<BeginPut> {
         None
     }
@@ -76,16 +76,16 @@ pub trait ChunkSink: Send + Sync {
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>);
 }
 
-/// What became of the attempt to open a slot.
+/// The result of an attempt to open a slot.
 pub enum Begun {
-    /// Write it.
+    /// The slot is open: write the chunk to it.
     Open(Arc<dyn ChunkSink>),
     /// The chunk is stored or being stored already.
     AlreadyThere,
     /// There is no room or the drive does not take it.
     Shed(ShedCause),
-    /// There is no room now, but there may be soon: to be tried again, for as long as the store's
-    /// patience lasts. Then this is why it was shed.
+    /// There is no room now, but there may be soon: try again, for as long as the store's patience
+    /// lasts, then shed the chunk for this cause.
     NotYet(ShedCause, BeginPut),
 }
 

@@ -47,15 +47,15 @@ getters! {
     loaded_tokens,
     /// Payload bytes moved into callers' memory.
     loaded_bytes,
-    /// Bytes read from slots, padding and headers included.
+    /// Bytes that loads read from slots, padding and headers included.
     read_bytes,
     /// Chunks stored.
     stored_chunks,
-    /// Tokens of them.
+    /// Tokens of the chunks stored.
     stored_tokens,
-    /// Payload bytes of them.
+    /// Payload bytes of the chunks stored.
     stored_bytes,
-    /// Chunks that were given and stored already.
+    /// Chunks that were to be stored and were there already.
     present_chunks,
 }
 

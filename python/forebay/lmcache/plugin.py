@@ -40,7 +40,7 @@ logger = logging.getLogger("forebay.lmcache")
 #: The longest that a lookup keeps values from eviction, in seconds. LMCache unlocks after the load,
 #: much sooner; a server that was killed never does.
 PIN_S = 60.0
-#: How long an eviction may wait until LMCache is told, in milliseconds.
+#: How long an eviction may wait until LMCache is notified, in milliseconds.
 TELL_MS = 1000
 
 
@@ -58,11 +58,11 @@ class Adapter(L2AdapterInterface):
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
         self._lookups = 0
-        #: What this server has stored and was not told to be gone, by digest: the key and its
-        #: bytes. LMCache counts these.
+        #: Values that this server has stored and that are not known to be gone, by digest: key and
+        #: length in bytes. LMCache counts these.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
         self._wake = {kind: create_event_notifier() for kind in self._done}
-        # From the first call on, evictions are kept for the next.
+        # The store records evictions from the first call on.
         self._store.drain_evicted()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="forebay-lmcache", daemon=True)
@@ -184,13 +184,14 @@ class Adapter(L2AdapterInterface):
         while not any(descriptor == self._stop for descriptor, _ in poll.poll(TELL_MS)):
             for done in self._store.drain_completions():
                 self._take(done)
-            self._tell(lambda: self._forget(self._store.drain_evicted()))
+            self._call_listeners(lambda: self._forget(self._store.drain_evicted()))
 
     @staticmethod
-    def _tell(told: Callable[[], None]) -> None:
-        """Calls LMCache's listeners. One that raises must not end the thread: nothing would be answered any more."""
+    def _call_listeners(call: Callable[[], None]) -> None:
+        """Makes a call that notifies LMCache's listeners. One that raises must not end the thread:
+        nothing would be answered any more."""
         try:
-            told()
+            call()
         except Exception:
             logger.exception("a listener of LMCache's has failed")
 
@@ -198,22 +199,22 @@ class Adapter(L2AdapterInterface):
         with self._lock:
             keys = self._tasks.pop(done.id, None)
         if keys is None:
-            # A touch. Nobody waits for it.
+            # A touch, which has no result.
             return
-        kind, told = ("store", self._took_store) if done.kind == "put" else ("load", self._took_load)
+        kind, took = ("store", self._took_store) if done.kind == "put" else ("load", self._took_load)
         if done.error is not None:
             logger.warning("a %s of %d keys: %s", kind, len(keys), done.error)
         answer = L2StoreResult(done.error is None and all(done.results), sum(done.lengths)) if kind == "store" else bitmap(done.results, len(keys))
         with self._lock:
             self._done[kind][done.id] = answer
-        self._tell(lambda: told(keys, done))
+        self._call_listeners(lambda: took(keys, done))
         self._wake[kind].notify()
 
     def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
         with self._lock:
             for key, length in stored:
-                # Nothing was written for a value that was there: whoever stored it counts it.
+                # 0: the value was there already, and the server that stored it counts it.
                 if length > 0:
                     self._stored[forebay.object_digest(name(key))] = (key, length)
         if stored:
@@ -222,12 +223,12 @@ class Adapter(L2AdapterInterface):
     def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
-        # What another server has evicted is seen here first.
+        # Evictions by other servers are noticed here only.
         gone = [key for key, cause in zip(keys, done.causes, strict=False) if cause in ("not_found", "corrupt")]
         self._forget(forebay.object_digest(name(key)) for key in gone)
 
     def _forget(self, digests: Iterable[bytes]) -> None:
-        """Tells LMCache of values that are not there any more."""
+        """Notifies LMCache that these values are gone."""
         with self._lock:
             gone = [known for digest in digests if (known := self._stored.pop(digest, None)) is not None]
         if gone:

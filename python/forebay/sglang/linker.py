@@ -39,13 +39,16 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 logger = logging.getLogger("sglang.forebay")
 
-#: The default here: a load that is late ends its requests, so it gets more time than one that is merely computed.
+#: The default here: a load that is late ends its requests, so it gets more time than one that is
+#: merely computed.
 LOAD_TIMEOUT_MS = 30_000
-#: Requests whose promises are kept at once. SGLang does not say when a request that waited has gone.
+#: Requests whose promises are kept at once. SGLang does not say when a request that waited has
+#: gone.
 MOST_PROMISES = 1024
-#: After a load that was late nothing is promised for so long: the next one would be late too.
+#: For so long after a failed load, unless it only met damaged pages, nothing is promised: the next
+#: load would probably fail too.
 PAUSE_S = 30.0
-#: Why pages may be missing while the drive is well: they are computed and stored anew.
+#: Causes of missing pages that do not speak against the drive: they are computed and stored anew.
 DAMAGE = {"not_found", "corrupt", "short_io", "prefix"}
 CLOSE_TIMEOUT_MS = 30_000
 
@@ -187,7 +190,7 @@ class Linker(UnifiedCacheLinker):
         """Queues a load of what a lookup has promised, if it is still there on every rank."""
         given = [transfer for transfer in transfers if transfer.keys]
         if not given or rid in self._pending:
-            # The same on all ranks, which need not agree on it.
+            # This is alike on all ranks, so they need not agree on it.
             return False
         parts = self._quiet.guarded("promised", lambda: self._promised(given), None)
         self._promises.pop(rid, None)
@@ -288,7 +291,7 @@ class Linker(UnifiedCacheLinker):
     # Offloads.
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Queues a node for the drive; taken on all ranks, or on none."""
+        """Queues a node to be stored. Taken on all ranks, or on none; only writers store it."""
         given = [transfer for transfer in transfers if transfer.keys and transfer.device_indices is not None]
         if not given:
             return False
@@ -337,7 +340,7 @@ class Linker(UnifiedCacheLinker):
         self._loader.idle()
         self._saver.idle()
         for offload in self._offloads:
-            # What was not copied out of SGLang's slots yet is not stored.
+            # Drops the handles: what was not copied out of SGLang's slots yet is not stored.
             offload.stores.clear()
         self._offloads.clear()
         self._batches.clear()
@@ -349,7 +352,8 @@ class Linker(UnifiedCacheLinker):
             return
         self._pending.clear()
         self._promises.clear()
-        # They end what they were given; what is being stored then has the time of the engines' close.
+        # The threads finish what was queued. Stores under way then have the time-out of the
+        # engines' close.
         self._loader.close()
         self._saver.close()
         for source in self._sources.values():

@@ -37,9 +37,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 logger = logging.getLogger("sglang.forebay")
 
-#: What of `--hicache-storage-backend-extra-config` is SGLang's.
+#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own.
 SGLANGS_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
-#: What `close` waits for.
+#: How long `close` waits for batches under way.
 CLOSE_TIMEOUT_MS = 30_000
 
 Item = tuple[str, Any]
@@ -181,7 +181,7 @@ class HiCache(HiCacheStorage):
         """Pages and throughput since the last call, for SGLang's own metrics; None where they are off."""
         return self._moved.take()
 
-    # How.
+    # Helpers.
 
     def _declare(self, pages: Pages) -> None:
         """Lets the drives read straight into the pool, where it is aligned; without that they read through staging."""
@@ -202,8 +202,8 @@ class HiCache(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         left = range(1, pages + 1)
         for transfer in transfers:
-            # BLOCK_GROUPS never decides what can be resumed, and SGLang 0.5.23 does not ask for it: no
-            # answer is none.
+            # BLOCK_GROUPS does not decide where a prompt can be resumed, and SGLang 0.5.23 does not
+            # ask for it. A pool without an entry in `hits` has no pages.
             if not left or transfer.name == PoolName.KV or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue
             pool = self._pools[str(transfer.name)]

@@ -134,8 +134,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups: what cannot be loaded is refused at the start. Of a group with a sliding window a load brings the blocks
-        that vLLM allocated, which are those of the last window."""
+        """All groups: a model with KV that cannot be loaded is refused at the start. Of a group with
+        a sliding window, the blocks are loaded that vLLM allocated: those of the last window."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -169,19 +169,19 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_load_kv(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Of use layer by layer only."""
+        """Waits for a layer of this step's loads; nothing without `use_layerwise`."""
         if self._worker is not None:
             self._worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Of use layer by layer only."""
+        """A layer is computed and may be stored; nothing without `use_layerwise`."""
         if self._worker is not None:
             self._worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Starts this step's stores; never waits for a drive."""
+        """Starts this step's stores, without waiting for a drive; computes a step's share of blends."""
         assert self._worker is not None
         self._worker.wait_for_save(self._step())
 

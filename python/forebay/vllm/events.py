@@ -1,8 +1,8 @@
 """KV events: which blocks Forebay can serve, for other programs (routers), as vLLM's events with its block hashes.
 
 A chunk is announced when every worker has committed it, or when a lookup finds it stored by an earlier run or another process.
-It is taken back when a worker of this server has evicted it, or when a lookup misses it: other processes on the same drives evict too,
-and tell nobody here.
+It is taken back when a worker of this server has evicted it, or when a lookup misses it: other
+processes on the same drives evict too, and this server gets no report of that.
 
 It is announced once more, as one in remote storage, when every worker has uploaded it, and stays announced there when it leaves the
 drives. That is taken back when this server removes it, or when a fetch does not find it.
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-#: Routers look at blocks in storage only where events say whose storage it is: the drives of the server's machine, or an object store.
-#: As vLLM's own object tier says it: it has no medium of that name.
+#: The drives of the server's machine, or an object store: routers use blocks in storage only where
+#: events say which. vLLM's own object tier tells them apart in the same way, by locality and not by
+#: medium.
 LOCAL, REMOTE = "LOCAL", "REMOTE"
-#: A chunk of a request, as the state machine tells it: request, key, first token, tokens.
+#: A chunk of a request, as the state machine reports it: request, key, first token, tokens.
 Chunk = tuple[str, bytes, int, int]
-#: Stores that are under way; the state machine forgets older ones too.
+#: Stores under way that are remembered at most; the state machine forgets older ones too.
 MAX_ORDERED = 4096
-#: Announced chunks whose hashes are kept, about a kilobyte each, to take them back when they are evicted; older ones are taken back
-#: when a lookup misses them.
+#: Announced chunks whose hashes are kept, about a kilobyte each, to take them back when they are
+#: evicted; older ones are taken back when a lookup misses them.
 MAX_ANNOUNCED = 16384
 
 
@@ -101,7 +102,7 @@ class Announcer:
         self._hash_tokens = 0
         self._ordered: OrderedDict[bytes, list[Stored]] = OrderedDict()
         self._announced: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
-        # What may be uploaded yet, and what is announced as uploaded.
+        # Announced chunks that may still be uploaded, and those announced as uploaded.
         self._uploading: OrderedDict[bytes, list[Stored]] = OrderedDict()
         self._uploaded: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
         self._events: list[KVCacheEvent] = []

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 #: By our name and by LMCache's.
 SKIP_SAVE = ("forebay.skip_save", "lmcache.skip_save")
 SKIP_LOAD = ("forebay.skip_load", "lmcache.skip_load")
-#: What a producer answers and a consumer is asked with: tokens from the start whose KV the producer stores.
+#: What a producer answers and a consumer is asked with: tokens from the start whose KV the producer
+#: stores.
 TRANSFERRED = "num_transferred_tokens"
 
 
@@ -63,6 +64,7 @@ def transferred(request: Request) -> int:
 
 
 def _item(feature: Any) -> tuple[str, int, int]:
-    # The identifier carries the LoRA prefix that matters for encoder outputs; mm_hash may be absent.
+    # The identifier carries the LoRA prefix that matters for encoder outputs; mm_hash may be
+    # absent.
     place = feature.mm_position
     return feature.identifier, int(place.offset), int(place.length)

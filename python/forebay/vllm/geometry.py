@@ -1,8 +1,9 @@
 """What vLLM's configuration says about the KV: the engine's `Geometry`, and its tensors as blocks of bytes.
 
 A worker computes the geometry from the configuration and from how its tensors lay out a block. It
-tells the scheduler's half, which looks up in the same namespace: vLLM's scheduler knows neither the
-layers of other pipeline stages nor those whose specs differ within a group. A block of a layer is
+reports the geometry to the scheduler's half, which looks up in the same namespace: vLLM's scheduler
+knows neither the layers of other pipeline stages nor those whose specs differ within a group. A
+block of a layer is
 stored byte for byte. Attention backends order the bytes as they like (the CPU's keeps K and V in
 halves of each head), so the backend, the layout and vLLM's version are part of the identity.
 """
@@ -144,7 +145,8 @@ def _window(name: str, spec: KVCacheSpec) -> int | None:
         raise Unsupported(f"{name}: compressed KV ({spec.tokens_per_state} tokens per state) is not supported")
     if isinstance(spec, RSWASpec):
         return spec.rswa_window
-    # Under --disable-hybrid-kv-cache-manager such layers have a FullAttentionSpec and keep all their blocks.
+    # Under --disable-hybrid-kv-cache-manager such layers have a FullAttentionSpec and keep all
+    # their blocks.
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
@@ -157,13 +159,13 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
     import forebay
 
     stage, tp_rank = divmod(rank, kv.ranks.tp)
-    # With MLA the tokens are all that ranks differ in.
+    # With MLA, ranks differ in nothing but the tokens that they have.
     tp = (0, 1) if kv.is_same_on_all_ranks else (tp_rank, kv.ranks.tp)
     return forebay.Geometry(
         model=vllm_config.model_config.model,
-        # Bytes to the engine, but for its codec; what is in them is part of the fingerprint.
+        # Only the engine's codec looks at the type; the fingerprint has it in any case.
         dtype="bfloat16" if identity.kv_dtype(vllm_config) == "bfloat16" else "uint8",
-        # The settings' `fingerprint` is added by the engine.
+        # No addition: the engine adds the setting `fingerprint` itself.
         fingerprint=identity.fingerprint(vllm_config, ""),
         layer_specs=[_spec(layer, of) for layer, of in zip(kv.layers, blocks, strict=True)],
         tp=tp,
@@ -205,7 +207,8 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
         "workers": kv.ranks.workers,
         "writers": kv.own * kv.ranks.pp,
         "prefetch": settings.prefetch,
-        # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
+        # A request may only wait for another one's load where vLLM then finds the blocks in its own
+        # prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }
 
@@ -235,7 +238,8 @@ def _blocks_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> Blocks:
         else:
             apart.append((stride, length))
     pieces, step = (apart[0][1], apart[0][0]) if apart else (1, 0)
-    # vLLM splits its blocks into `split` kernel blocks where the backend wants smaller ones; they lie side by side.
+    # vLLM splits its blocks into `split` kernel blocks where the backend wants smaller ones; they
+    # lie side by side.
     piece = run * size * split
     whole = split >= 1 and tensor.shape[0] == num_blocks * split and (split == 1 or tensor.stride(0) == run)
     fits = pieces == 1 or piece % layer.block_tokens == 0

@@ -1,4 +1,5 @@
-"""The half of the connector that lives in vLLM's scheduler: vLLM's requests and steps in the state machine's words.
+"""The half of the connector that lives in vLLM's scheduler: it turns vLLM's requests and steps into
+calls of the state machine.
 
 It looks up and decides; it touches no KV. Prompts are hashed once, when a request arrives.
 """
@@ -46,8 +47,10 @@ class SchedulerHalf:
         self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
+        # After a reset nothing is loaded or stored any more.
         self._resting = False
-        # Tokens whose load was ordered, of each request, and requests whose load failed: for the log.
+        # Tokens whose load was ordered, of each request, and requests whose load failed: for the
+        # log.
         self._ordered: dict[str, int] = {}
         self._failed: set[str] = set()
         self._load_limit = settings.load_limit
@@ -56,14 +59,15 @@ class SchedulerHalf:
         self._announcer = announcer
         # Without prefix caching vLLM gives no request another one's blocks.
         self._unverified = Unverified() if vllm_config.cache_config.enable_prefix_caching else None
-        # vLLM's prefix cache, and its KV cache groups, where something is read ahead.
+        # vLLM's prefix cache, and its KV cache groups; None where nothing is prefetched.
         self._cached: tuple[BlockPool, list[int]] | None = None
         self._reads_ahead = options["prefetch"] and vllm_config.cache_config.enable_prefix_caching
         self._groups = list(range(len(kv.block_tokens)))
-        # Of the last answer: its request, tokens that vLLM has of it, and whether the load runs within the step.
+        # Of the last answer: its request, tokens that vLLM has of it, and whether the load runs
+        # within the step.
         self._answer = ("", 0, False)
         self._step = 0
-        # Requests that it has taken are known to it alone.
+        # The state machine does not know the requests that the planner has taken.
         self._planner = _planner(vllm_config, kv, settings) if settings.blends else None
 
     def on_new_request(self, request: Request) -> None:
@@ -74,7 +78,7 @@ class SchedulerHalf:
             self._exactly(request)
 
     def _exactly(self, request: Request) -> None:
-        """A request that is not blended."""
+        """Takes up a request that is not blended."""
         try:
             key = extra.extra(request, self._adapters)
         except extra.NotCacheable:
@@ -137,7 +141,7 @@ class SchedulerHalf:
         self._side.update_state_after_alloc(request.request_id, [list(group) for group in block_ids], num_external_tokens)
         if num_external_tokens > 0:
             self._ordered[request.request_id] = num_external_tokens
-        # vLLM allocates for an answer before it asks again.
+        # The last answer is the one for this request: vLLM allocates before it asks again.
         req_id, computed, is_within_step = self._answer
         is_within_step = is_within_step and req_id == request.request_id and num_external_tokens > 0
         if self._unverified is not None and is_within_step:
@@ -170,7 +174,8 @@ class SchedulerHalf:
         return StepMetadata(step, bool(output.preempted_req_ids), blends, held)
 
     def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
-        # Placeholders of asynchronous scheduling are counted beside this list and never in it, unverified drafts neither.
+        # This list has final tokens only: no placeholders of asynchronous scheduling, no unverified
+        # drafts.
         request = self._requests.get(req_id)
         return [] if request is None else list(request.all_token_ids[start:stop])
 
@@ -225,7 +230,8 @@ class SchedulerHalf:
             self._log(request)
         self._ordered.pop(req_id, None)
         self._failed.discard(req_id)
-        # An aborted load: vLLM itself keeps these blocks until it is reported over, and would free them twice.
+        # vLLM itself keeps the blocks of an aborted load until the load is reported as over. Kept
+        # here too, they would be freed twice.
         of_vllm = self._side.is_loading(req_id)
         keep = self._side.request_finished(req_id, request.num_output_tokens) and not of_vllm
         # Later events of this request need its hashes, which go now.
@@ -236,10 +242,10 @@ class SchedulerHalf:
         return keep
 
     def _log(self, request: Request) -> None:
-        """What became of a request, in LMCache's words."""
+        """Logs what became of a request, in the form of LMCache's log line."""
         req_id, (skip_save, skip_load) = request.request_id, extra.skips(request)
         retrieved, stored = self._ordered.get(req_id, 0), self._side.transferred(req_id)
-        # vLLM ends a request whose load failed before it says that.
+        # vLLM may end a request whose load failed before it reports the failure here.
         if req_id in self._failed or (retrieved and request.get_finished_reason() == FinishReason.ERROR):
             not_more = "of the load that failed"
         elif skip_load:

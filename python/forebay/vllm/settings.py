@@ -21,7 +21,8 @@ FINGERPRINT = "fingerprint"
 LAYERWISE = "use_layerwise"
 BLENDING = "enable_blending"
 MEMORY, PREFETCH = "local_cpu", "prefetch"
-#: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of this package alone.
+#: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of
+#: this package alone.
 LOAD_LIMIT = "load_limit"
 
 
@@ -82,7 +83,7 @@ def read(extra: Mapping[str, Any]) -> Settings:
     extra = dict(extra)
     load_limit = extra.pop(LOAD_LIMIT, None)
     resolved, without = settings(extra, name="kv_connector_extra_config"), settings({})
-    # Only what differs: a key that is given counts as asked for, and may bring a warning.
+    # Only what differs: the engine may warn of a key that is given, whatever its value.
     engine = {key: value for key, value in resolved.items() if value != without[key]}
     return Settings(engine, resolved, None if load_limit is None else _function(load_limit))
 

@@ -1,7 +1,8 @@
 """Forebay below vLLM's own CPU tier: a `SecondaryTierManager` for `OffloadingConnector` with `TieringOffloadingSpec`.
 
-vLLM copies blocks to its CPU tier and hands each of them on to here; a block that has left the CPU tier is brought back there
-first. One object holds one block of the CPU tier, of all ranks, under vLLM's block hash and group.
+vLLM copies blocks to its CPU tier and hands each of them to this tier; a block that has left the
+CPU tier is brought back there first. One object holds one block of the CPU tier, of all ranks,
+under vLLM's block hash and group.
 
 A block that cannot be read, or fails its check, is a failed key of its load; vLLM then asks again, gets a miss,
 and computes it.
@@ -156,5 +157,6 @@ def _rows(view: memoryview) -> Rows:
     if view.ndim != 2 or view.itemsize != 1 or not view.c_contiguous or view.readonly:
         raise Unsupported(f"tier: a CPU tier of shape {view.shape} and strides {view.strides} is not rows of bytes")
     array = np.asarray(view)
-    # Only the address is kept: an array would keep vLLM from freeing the memory. vLLM frees it after `shutdown`.
+    # Only the address is kept: an array would keep vLLM from freeing the memory. vLLM frees it
+    # after `shutdown`.
     return Rows(int(array.ctypes.data), array.shape[0], array.strides[0])

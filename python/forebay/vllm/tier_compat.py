@@ -30,7 +30,8 @@ VERSIONS = ("0.32", "0.33")
 FORMAT = 1
 #: Frames above the tier's constructor that are looked at; vLLM 0.32 and 0.33 need seven.
 FRAMES = 24
-#: vLLM's hashes of blocks that start from a random seed in each process unless PYTHONHASHSEED is set.
+#: vLLM's hashes of blocks that start from a random seed in each process unless PYTHONHASHSEED is
+#: set.
 SEEDED_HASHES = ("xxhash", "xxhash_cbor")
 
 

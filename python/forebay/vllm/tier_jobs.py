@@ -76,7 +76,8 @@ Answer = Callable[[Any], None]
 
 
 class Lookups:
-    """What is known of the keys that live requests asked for. Known answers stay until no request holds them."""
+    """What is known of the keys that live requests have asked for. An answer is kept until no
+    request that has asked for its key lives."""
 
     def __init__(self) -> None:
         """Empty."""
@@ -101,7 +102,7 @@ class Lookups:
         return new
 
     def answer(self, keys: Iterable[bytes], found: Iterable[bool]) -> None:
-        """What the store said. A newer finding, a failed load above all, is not overturned."""
+        """The store's answers. They do not replace what a load or a store has found since."""
         for key, is_there in zip(keys, found):
             if self._known.get(key, False) is None:
                 self._known[key] = is_there
@@ -158,7 +159,7 @@ class Transfers:
         """Begins to store rows under `keys`, but for those that are stored."""
         job = self._begin(number, False, keys, rows)
         if self._read_only or self._rests:
-            # Not a failure: it is what was asked for.
+            # No failure: the settings or the reset want nothing stored.
             self._end(job, job.keys, 0)
             return
         batch = self._submit(lambda: self._store.submit_exists(job.keys))

@@ -1,9 +1,10 @@
-"""Loads that run within a step, between the step that carries them and the workers' word on how they ended.
+"""Loads that run within a step, from that step until the workers have reported how they ended.
 
 With `kv_load_failure_policy: fail` vLLM ends a request whose load failed, emits none of its tokens, and takes its blocks out of its
 prefix cache. That alone does not keep others from harm (tests/vllm/harness/test_failed_loads.py): vLLM enters blocks into its prefix
 cache before they are loaded, ends every request that shares them, and leaves those of a request that was aborted meanwhile. So until
-a load is known to be right, nobody else gets its blocks; and the blocks of one that failed are taken out whatever became of its request.
+a load is known to be right, no other request gets its blocks; and the blocks of one that failed are
+taken out of the prefix cache, whatever became of its request.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Unverified:
             self._loads.append(_Load(request.request_id, step, first, request.block_hashes[first], set(blocks)))
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        """A step: what requests compute into further blocks is no better than their load."""
+        """Adds the blocks that a step gives to requests with such loads: what is computed into them
+        depends on the load."""
         cached = output.scheduled_cached_reqs
         for load in self._loads:
             if load.req_id in cached.req_ids:

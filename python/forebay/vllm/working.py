@@ -1,6 +1,7 @@
 """The half of the connector that lives in vLLM's workers: starts loads and stores, and says when they are over.
 
-It never waits for a drive inside a step, except with `use_layerwise`, or with `enable_async_loading` off.
+It never waits for a drive inside a step, except with `use_layerwise`, with `enable_async_loading`
+off, or for the segments of a request that is blended.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class WorkerHalf:
         name = f"cuda:{device.index or 0}" if self._cuda else "cpu"
         self._engine = forebay.Engine(self._settings.engine, shape, device=name)
         options = geometry.options(self._config, self._kv, self._settings)
-        # Until the scheduler says which ranks share a cache.
+        # A guess, until the scheduler says which ranks store nothing.
         silent = rank % ranks.tp >= self._kv.own
         views = self._engine.paged_kv([of.view for of in blocks], layout="BTHD")
         self._side = WorkerSide(self._engine, views, rank=rank, silent=silent, **options)
@@ -94,7 +95,7 @@ class WorkerHalf:
             self._blends.add(meta.blends)
 
     def wait_for_layer_load(self, name: str) -> None:
-        """Layer by layer: until this layer is loaded."""
+        """Layer by layer: waits until this layer is loaded."""
         if self._side is not None and self._settings.layerwise and name in self._layer_of:
             self._side.wait_for_layer_load(self._layer_of[name], stream=self._stream())
 
@@ -104,7 +105,7 @@ class WorkerHalf:
             self._side.save_kv_layer(self._layer_of[name], stream=self._stream())
 
     def wait_for_save(self, meta: StepMetadata) -> None:
-        """Starts this step's stores; behind its forward pass, a step's share of blends is computed."""
+        """Starts this step's stores; then computes a step's share of blends."""
         if self._side is not None and meta.step:
             self._side.wait_for_save(stream=self._stream())
         if self._blends is not None:

@@ -14,9 +14,9 @@ pub(super) struct HeldRequests {
     /// Blocks of each.
     requests: HashMap<String, usize>,
     blocks: usize,
-    /// Those not yet sent to the workers.
+    /// Requests that the workers have not been told to report.
     unsent: Vec<String>,
-    /// Those among them that do not wait for gathers.
+    /// Those among them whose gathers are given up.
     give_up: Vec<String>,
     /// Per worker, the step up to which all gathers are over.
     gathered: Vec<u64>,
@@ -41,13 +41,12 @@ impl HeldRequests {
         self.blocks
     }
 
-    /// Those that go to the workers with the next step, and those among them that are given
-    /// up.
+    /// Requests that the workers are to report, and those among them that are to be given up.
     pub(super) fn take_unsent(&mut self) -> (Vec<String>, Vec<String>) {
         (std::mem::take(&mut self.unsent), std::mem::take(&mut self.give_up))
     }
 
-    /// Whether so many blocks more are no more than `most`.
+    /// Whether so many more blocks would be no more than `most` in all.
     pub(super) fn has_room(&self, blocks: usize, most: usize) -> bool {
         self.blocks + blocks <= most
     }
@@ -108,11 +107,11 @@ impl Scheduler {
         is_saving || is_loading
     }
 
-    /// What the workers reported. Unknown requests are passed over: they ended meanwhile. Returns
-    /// the requests, known or not, whose load was reported as failed.
+    /// Takes what the workers reported. Unknown requests are passed over: they ended meanwhile.
+    /// Returns the requests, known or not, whose load was reported as failed.
     pub fn update_connector_output(&mut self, output: &StepOutput<'_>) -> Vec<String> {
         self.rates.ended(output.workers.iter().map(|report| report.loaded_step).max(), Instant::now());
-        // Before what they have uploaded since.
+        // Before the reports, whose uploads may be later.
         self.see_remote_gone();
         for report in &output.workers {
             self.rates.loaded(report);
@@ -147,16 +146,17 @@ impl Scheduler {
         // Several workers may report one failed load; a request has no second one.
         let Some(tracker) = self.requests.get_mut(req_id).filter(|t| t.epoch == 0) else { return };
         self.stats.failed_loads += 1;
-        // On other workers it may still be under way: its end is reported apart.
+        // Its state stays: on other workers the load may still be under way, and its end is
+        // reported apart.
         tracker.load_failed();
         if self.event_log.is_on() {
-            // Chunks that turned out to be damaged are gone by now.
+            // A lookup, for its events: damaged chunks are gone by now.
             self.stored(req_id);
         }
     }
 
-    /// The server takes a request's blocks away in this step. A load that was ordered for it is of
-    /// later: it is not sent yet, and goes to blocks that were given after.
+    /// The server takes a request's blocks away in this step. A load that is ordered and not sent
+    /// stays: it was ordered after that, for new blocks.
     pub(super) fn preempt(&mut self, req_id: &str, meta: &mut StepMeta) {
         if !self.requests.get(req_id).is_some_and(|t| matches!(t.load, RequestLoad::Ordered { .. })) {
             self.load_over(req_id);
@@ -170,8 +170,9 @@ impl Scheduler {
         tracker.last_save = 0;
     }
 
-    /// A request ended without a question whether its blocks are needed: they may be another's in
-    /// this step.
+    /// The server lists a request as finished, and may not have asked
+    /// [`Scheduler::request_finished`] before: then its blocks may be another's in this step, so
+    /// its gathers are given up.
     pub(super) fn finished_unasked(&mut self, req_id: &str, meta: &mut StepMeta) {
         self.preempt(req_id, meta);
         self.load_over(req_id);

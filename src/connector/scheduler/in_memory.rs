@@ -1,7 +1,8 @@
-//! What the workers have in their memory, as they say: how fast a load is depends on it.
+//! Which chunks the workers have in their memory tiers, by their reports: how fast a load is
+//! depends on it.
 //!
-//! Invariants: it only predicts. What is loaded is what a drive has, wherever it comes from. What
-//! is kept is bounded: about what the workers have in memory.
+//! Invariants: this only predicts times. What can be loaded is what is on the drives, wherever it
+//! is read from. It is bounded: by what the workers have in memory, and by [`MOST`].
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -9,17 +10,17 @@ use super::super::meta::WorkerMeta;
 use crate::engine::Prompt;
 use crate::key::ChunkKey;
 
-/// Chunks of one worker at most; one that seems to have more is not believed.
+/// Chunks of one worker at most. All are forgotten of a worker that reports more.
 const MOST: usize = 1 << 20;
 
-/// Tokens of a load, by where they come from.
+/// Tokens of a load, by where they are read from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct LoadParts {
     pub(super) memory: usize,
     pub(super) drives: usize,
 }
 
-/// Chunks in memory, by rank: of each that has said something.
+/// Chunks in memory, of each rank that has reported any change.
 #[derive(Debug, Default)]
 pub(super) struct InMemory(BTreeMap<u32, HashSet<ChunkKey>>);
 
@@ -27,7 +28,7 @@ impl InMemory {
     /// A worker's report.
     pub(super) fn reported(&mut self, report: &WorkerMeta) {
         if report.identity.is_some() {
-            // It may have started anew, with an empty memory.
+            // The worker may have started anew, with an empty memory.
             self.0.remove(&report.rank);
         }
         if report.memory.is_empty() {
@@ -46,9 +47,9 @@ impl InMemory {
         }
     }
 
-    /// Where the tokens `start..stop` of a prompt come from, in order: those of chunks after each
-    /// other in one place together. Every rank loads its part of a chunk: it is as slow as the
-    /// slowest.
+    /// Where the tokens `start..stop` of a prompt come from, in order; adjacent chunks from one
+    /// place make one run. A chunk counts as in memory only where every rank has it there: a load
+    /// is as slow as its slowest rank.
     pub(super) fn runs(&self, prompt: &Prompt, (start, stop): (usize, usize)) -> Vec<LoadParts> {
         let chunk = prompt.chunk_tokens().max(1);
         let has = |key: &ChunkKey| !self.0.is_empty() && self.0.values().all(|chunks| chunks.contains(key));
@@ -66,7 +67,7 @@ impl InMemory {
         runs
     }
 
-    /// As [`runs`](Self::runs), all of them together.
+    /// The sum of [`runs`](Self::runs).
     pub(super) fn parts(&self, prompt: &Prompt, range: (usize, usize)) -> LoadParts {
         let mut parts = LoadParts::default();
         self.runs(prompt, range).into_iter().for_each(|run| parts += run);

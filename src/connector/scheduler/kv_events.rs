@@ -1,5 +1,6 @@
-//! KV events, for a server that tells others which KV it can serve: stores that were
-//! ordered, those that every worker has committed, and what lookups found or missed.
+//! KV events, for a server that tells others which KV it can serve: stores that were ordered,
+//! stores that every worker has committed, what lookups found or missed, what was evicted, and what
+//! the remote tier has.
 //!
 //! Invariants: nothing is kept where [`ConnectorOptions::events`] is off; what is kept is bounded.
 //! It only observes: no decision follows from it. Workers say what they have evicted themselves;
@@ -13,11 +14,12 @@ use super::super::options::ConnectorOptions;
 use crate::engine::Prompt;
 use crate::key::ChunkKey;
 
-/// Chunks whose store was ordered and not committed yet.
+/// Chunks that are remembered at most whose store was ordered and is not committed yet.
 const MAX_ORDERED: usize = 4096;
-/// Chunks that are known to be stored.
+/// Chunks that are remembered at most as stored.
 const MAX_KNOWN: usize = 1 << 20;
-/// Chunks that are known to be in the remote tier; older ones are not taken back.
+/// Chunks that are remembered at most as uploaded. That an older one is gone from the remote tier
+/// makes no event.
 const MAX_REMOTE: usize = 1 << 18;
 
 /// A chunk of a request.
@@ -51,15 +53,16 @@ pub struct KvEvents {
     pub remote: Vec<([u8; 32], bool)>,
 }
 
-/// Who has uploaded a chunk.
+/// Which ranks have uploaded their part of a chunk.
 #[derive(Debug, Default)]
 struct RemoteCopies {
-    /// Empty once the chunk was announced.
+    /// Empty once there was an event for the chunk.
     ranks: HashSet<u32>,
+    /// There was an event that says that the chunk is in the remote tier.
     is_told: bool,
 }
 
-/// A map that forgets its oldest keys.
+/// A map of at most `most` keys that forgets the oldest.
 #[derive(Debug)]
 struct Bounded<K, V> {
     map: HashMap<K, V>,
@@ -88,7 +91,7 @@ impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
     }
 }
 
-/// Events that were given out, and those still to be given out.
+/// The events to be taken, and what is remembered of the chunks that they are about.
 #[derive(Debug)]
 pub(super) struct EventLog {
     is_on: bool,
@@ -154,7 +157,7 @@ impl EventLog {
                 self.ordered.map.remove(&key);
                 self.known.insert(key, ());
                 self.events.stored.push(key.0);
-                // An upload may be over before its store has been told.
+                // All uploads may have been reported before this.
                 self.tell_uploaded(key);
             }
         }
@@ -162,7 +165,7 @@ impl EventLog {
             let (rank, key) = (report.rank, ChunkKey(*key));
             if *is_there { self.uploaded(rank, key) } else { self.part_gone(rank, key) }
         }
-        // After what was stored: a worker names only what is not there when it reports.
+        // After the stores: what a worker reports as evicted was gone when it reported.
         for key in &report.evicted {
             if self.known.map.remove(&ChunkKey(*key)).is_some() {
                 self.events.evicted.push(*key);
@@ -178,7 +181,8 @@ impl EventLog {
         }
     }
 
-    /// Tells of a chunk that every worker has uploaded, where it is known what is in it.
+    /// Makes an event for a chunk that every worker has uploaded, once an event has said that it is
+    /// stored.
     fn tell_uploaded(&mut self, key: ChunkKey) {
         let Some(copies) = self.remote.map.get_mut(&key) else { return };
         if copies.ranks.len() >= self.writers && self.known.map.contains_key(&key) {
@@ -187,8 +191,8 @@ impl EventLog {
         }
     }
 
-    /// A rank's part of a chunk is gone. Parts that others have uploaded since the chunk was
-    /// announced stay.
+    /// A rank's part of a chunk is gone from the remote tier. If there was an event for the chunk,
+    /// another one takes it back; otherwise the other ranks' parts still count.
     fn part_gone(&mut self, rank: u32, key: ChunkKey) {
         match self.remote.map.get_mut(&key) {
             Some(copies) if !copies.is_told => {
@@ -205,8 +209,8 @@ impl EventLog {
         }
     }
 
-    /// A lookup found the first `found` tokens of a request. What follows the first missing chunk
-    /// may be there or not: nobody can use it.
+    /// A lookup found the first `found` tokens of a request. Later chunks than the first missing
+    /// one make no events: whether they are there or not, they are of no use.
     pub(super) fn looked_up(&mut self, req_id: &str, prompt: &Prompt, found: usize) {
         if !self.is_on {
             return;

@@ -13,8 +13,9 @@ use crate::key::ChunkKey;
 
 /// How long a lookup's answer is used again.
 const FRESH: Duration = Duration::from_millis(50);
-/// Loads within steps, from their order to the workers' word that they are over: until then nobody
-/// knows whether what is computed from them is right.
+
+/// Loads within steps, until every worker has reported that they are over. Until then it is not
+/// known whether what was computed from them is right.
 #[derive(Debug)]
 pub(super) struct UnverifiedLoads {
     /// Step and request, in order.
@@ -28,7 +29,7 @@ impl UnverifiedLoads {
         Self { loads: VecDeque::new(), over: vec![0; workers] }
     }
 
-    /// The step up to which all are over on every worker.
+    /// The step up to which all loads within steps are over on every worker.
     pub(super) fn over(&self) -> u64 {
         self.over.iter().copied().min().unwrap_or(0)
     }
@@ -42,7 +43,7 @@ impl UnverifiedLoads {
         self.loads.extend(loads.map(|req_id| (step, req_id)));
     }
 
-    /// A worker's report; the requests whose loads are over on every worker by it.
+    /// Takes a worker's report; the requests whose loads are now over on every worker.
     pub(super) fn reported(&mut self, report: &WorkerMeta) -> Vec<String> {
         if let Some(over) = self.over.get_mut(report.rank as usize) {
             *over = report.loaded_step.max(*over);
@@ -172,7 +173,7 @@ impl Scheduler {
                 ErrorKind::InvalidInput,
                 format!("{num_external} tokens to load for {req_id} where {offered} beyond {computed} were offered"),
             )
-            .advice("give allocated() what matched() answered last, and blocks that hold it"));
+            .advice("load no more than get_num_new_matched_tokens() offered last, into blocks that hold it"));
         }
         tracker.load = RequestLoad::Ordered { computed, stop };
         let until = Instant::now() + Duration::from_millis(self.options.load_timeout_ms);
@@ -197,7 +198,7 @@ impl Scheduler {
                 tracker.load = RequestLoad::Idle;
                 continue;
             };
-            // The chunk that `stop` lies in is found by its whole content.
+            // The key of the chunk that `stop` lies in covers all of the chunk's tokens.
             let chunk = tracker.prompt.chunk_tokens().max(1);
             let prompt = tracker.part((stop / chunk + 1) * chunk);
             tracker.load = RequestLoad::InFlight { computed, stop };
@@ -206,7 +207,7 @@ impl Scheduler {
             let (epoch, asynchronous) = (tracker.epoch, tracker.asynchronous);
             self.prefetches.over(&req_id);
             if !asynchronous {
-                // A load within its step ends with it, whatever comes of it.
+                // A load within a step ends with the step, whether it succeeds or not.
                 self.load_over(&req_id);
             }
             meta.loads.push(LoadOrder { req_id, prompt, computed, stop, spans, epoch, asynchronous });
@@ -215,7 +216,7 @@ impl Scheduler {
         self.unverified.ordered(self.step, within);
     }
 
-    /// The load of a request is over, or will not be.
+    /// The load of a request is over, or will not be sent.
     pub(super) fn load_over(&mut self, req_id: &str) {
         let Some(tracker) = self.requests.get_mut(req_id) else { return };
         if let RequestLoad::Ordered { computed, stop } | RequestLoad::InFlight { computed, stop } = tracker.load {
@@ -230,8 +231,8 @@ impl Scheduler {
     }
 }
 
-/// Whether the first chunk that a load would begin with is being loaded by another request, and it
-/// is worth to wait for that.
+/// Whether the first chunk of a load is being loaded for another request, and `patience` has not
+/// passed since that was seen first.
 fn waits(
     tracker: &mut Tracker,
     (loading, computed): (&std::collections::HashMap<ChunkKey, Instant>, usize),

@@ -37,8 +37,8 @@ use tracker::Tracker;
 
 /// Tokens that the questions of one step may bring to the workers, unless one question has more.
 const QUESTION_TOKENS: usize = 1 << 16;
-/// Tokens after a chunk's end within which its store is tried again where it was put off: ids that
-/// were not final, other workers' loads.
+/// A store that could not be ordered at a chunk's end, because token ids were not final or because
+/// of other workers' loads, is tried again for so many tokens after it.
 const PUT_OFF_TOKENS: usize = 16;
 
 /// A request that the server takes up.
@@ -257,7 +257,7 @@ pub struct Scheduler {
     options: ConnectorOptions,
     lookup: Box<dyn PrefixLookup>,
     requests: HashMap<String, Tracker>,
-    /// Requests whose load goes out with the next step.
+    /// Requests whose load was ordered since the last step.
     ordered: Vec<String>,
     /// Stores of requests that have ended, which go out with the next step.
     due: Vec<SaveOrder>,
@@ -271,10 +271,10 @@ pub struct Scheduler {
     in_memory: in_memory::InMemory,
     /// Tokens that are loaded within the next step.
     sync_load: in_memory::LoadParts,
-    /// Tokens of those requests' prompts that are computed meanwhile, in this step or later ones.
+    /// Tokens of the same requests' prompts that are not loaded but computed.
     sync_computed: usize,
     unverified: loads::UnverifiedLoads,
-    /// The last step has put stores off until loads are verified.
+    /// In the last step, stores were put off until loads are verified.
     puts_off: bool,
     event_log: kv_events::EventLog,
     step: u64,
@@ -364,7 +364,7 @@ impl Scheduler {
         self.event_log.take()
     }
 
-    /// What fetches have not found.
+    /// Notes for the events which chunks fetches have not found.
     pub(super) fn see_remote_gone(&mut self) {
         if self.event_log.is_on() {
             self.lookup.remote_gone().into_iter().for_each(|key| self.event_log.remote_gone(key));
@@ -414,8 +414,8 @@ impl Scheduler {
         self.puts_off || self.options.save_unfull_chunk || into < PUT_OFF_TOKENS || into + most_scheduled >= chunk
     }
 
-    /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated
-    /// tokens, and only where the settings want them stored and a chunk of them is full.
+    /// Turns what the server scheduled into what the workers do. `tokens_of` is asked for generated
+    /// tokens, and only where the settings want them stored and they fill a chunk.
     pub fn build_connector_meta(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
         self.step += 1;
         self.puts_off = false;
@@ -437,12 +437,12 @@ impl Scheduler {
         }
         for request in &input.cached {
             let computed = (request.num_computed, request.num_computed + request.num_scheduled);
-            // In most steps a running request fills no chunk: one look at it is all.
+            // In most steps a running request fills no chunk, and costs no more than this.
             if self.update(request, computed.1) {
                 self.save(request.req_id, computed, (tokens_of, &mut meta));
             }
         }
-        // After all that brings the workers tokens of requests that run.
+        // Last: requests that begin in this step are not waiting any more.
         self.send_prefetches(&mut meta);
         (meta.held, meta.give_up) = self.held.take_unsent();
         let is_long = input.num_scheduled >= self.options.chunk_tokens as usize;
@@ -452,8 +452,8 @@ impl Scheduler {
         meta
     }
 
-    /// Puts what the lookup wants to know of the workers into a step, before anything else that
-    /// brings them tokens.
+    /// Puts the lookup's questions to the workers into a step. Before loads and stores, since the
+    /// workers learn a request's tokens in this order.
     fn send_questions(&mut self, meta: &mut StepMeta) {
         meta.acknowledged = std::mem::take(&mut self.acknowledged);
         meta.silent = self.lookup.silent();
@@ -488,7 +488,7 @@ impl Scheduler {
         let chunk = tracker.prompt.chunk_tokens().max(1);
         let part_is_open = self.options.save_unfull_chunk && !tracker.unfull_saved;
         let is_open = part_is_open || tracker.reached().is_none_or(|reached| end / chunk * chunk > reached);
-        // It may have grown too large to wait any longer.
+        // A request may have grown too large to wait with its stores until it ends.
         let is_due = tracker.ripe.is_some() && !saves::may_wait(tracker, &self.options);
         (is_open || is_due) && !tracker.skip_save
     }

@@ -1,24 +1,26 @@
-//! Prefetches for requests that wait: what of them is stored is on its way into the workers' memory
+//! Prefetches for requests that wait: what is stored of them is read into the workers' memory
 //! before the server has room for them.
 //!
-//! Invariants: a prefetch is ordered once for a request, in the order of arrival, and only while
-//! the request waits. When the request begins without a load, a step's `unwanted` names it to the
-//! workers; its load and its end they see by themselves.
+//! Invariants: a prefetch is ordered at most once for a request, in the order of arrival, and only
+//! while the request waits. When the request begins without a load, [`StepMeta::unwanted`] names
+//! it, so that the workers drop the prefetch; when it is loaded or ends they do so by themselves.
 
 use std::collections::{HashSet, VecDeque};
 
 use super::super::meta::{PrefetchOrder, StepMeta};
 use super::{QUESTION_TOKENS, Scheduler};
 
-/// Requests that the workers prefetch for at most at once: what comes later is sent when one of
-/// them has begun.
+/// Requests that the workers prefetch for at once, at most: prefetches for others are ordered when
+/// one of these has begun or ended.
 const AHEAD: usize = 32;
 
-/// Requests that wait, and those of them that the workers know of.
 #[derive(Debug, Default)]
 pub(super) struct Prefetches {
+    /// Requests without a prefetch, in the order of their arrival.
     waiting: VecDeque<String>,
+    /// Requests for which one was ordered.
     ordered: HashSet<String>,
+    /// Requests that have begun without a load since the last step.
     unwanted: Vec<String>,
 }
 
@@ -28,7 +30,7 @@ impl Prefetches {
         self.waiting.push_back(req_id.to_owned());
     }
 
-    /// The workers let go of a request's prefetch by themselves: it is loaded, or has ended.
+    /// The workers drop a request's prefetch by themselves: it is loaded, or has ended.
     pub(super) fn over(&mut self, req_id: &str) {
         self.ordered.remove(req_id);
     }
@@ -42,7 +44,7 @@ impl Prefetches {
 }
 
 impl Scheduler {
-    /// Puts prefetches for requests that still wait after this step was scheduled into it.
+    /// Puts prefetches into a step, for requests that do not begin in it.
     pub(super) fn send_prefetches(&mut self, meta: &mut StepMeta) {
         meta.unwanted = std::mem::take(&mut self.prefetches.unwanted);
         let mut sent = 0;
@@ -52,7 +54,7 @@ impl Scheduler {
                 continue;
             }
             let Some(found) = self.stored(&req_id) else {
-                // The workers are asked first.
+                // Not known before the workers have answered.
                 self.prefetches.waiting.push_front(req_id);
                 return;
             };
@@ -63,7 +65,7 @@ impl Scheduler {
             if stop <= start || stop - start < self.options.min_load_tokens {
                 continue;
             }
-            // The chunk that `stop` lies in is found by its whole content.
+            // The key of the chunk that `stop` lies in covers all of the chunk's tokens.
             let chunk = tracker.prompt.chunk_tokens().max(1);
             let prompt = tracker.part((stop / chunk + 1) * chunk);
             sent += prompt.tokens.len();

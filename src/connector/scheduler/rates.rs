@@ -1,13 +1,12 @@
-//! How fast the server computes and how fast it is loaded for, as it is measured, and which of the
-//! two is quicker for a request, or for which part of it. Loads from memory and loads from drives
-//! have a rate each.
+//! Measured rates of computing and of loading, and from them: how much of a request is quicker to
+//! load than to compute. Loads from memory and loads from drives have a rate each.
 //!
-//! Computing is measured here and not by the workers: on an accelerator they see launches only. A
-//! step begins when it is scheduled, or when the output of the one before has come if that is
-//! later, and ends when its own output comes.
+//! Computing is measured here and not by the workers, which on an accelerator only see launches. A
+//! step's time begins when it is scheduled, or when the output of the step before has come if that
+//! is later, and ends when its own output comes.
 //!
-//! Invariants: nothing is refused before enough was measured of both, one strange measurement
-//! decides nothing, and what is refused is tried again now and then.
+//! Invariants: nothing is refused before both rates were measured often enough, one strange
+//! measurement decides nothing, and one in [`TRY_EVERY`] that would be refused is let through.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -15,12 +14,12 @@ use std::time::{Duration, Instant};
 use super::super::meta::WorkerMeta;
 use super::in_memory::LoadParts;
 
-/// Measurements that are remembered.
+/// The last measurements of a rate that are remembered.
 const KEPT: usize = 15;
 /// Of so many loads or fetches that are slower than computing, one is made all the same, to measure
 /// again.
 const TRY_EVERY: u64 = 16;
-/// Steps that were scheduled and whose output has not come; more are not measured.
+/// Steps whose output has not come that are remembered at most; the oldest are not measured then.
 const MOST_STEPS: usize = 16;
 
 /// The median of the last measurements.
@@ -52,18 +51,18 @@ impl MeasuredRate {
     }
 }
 
-/// Loads or fetches that are not worth it, but for one in some.
+/// Refuses loads or fetches that would be slower than computing, but for one in [`TRY_EVERY`].
 #[derive(Clone, Debug, Default)]
 pub(in crate::connector) struct Refusals(u64);
 
 impl Refusals {
-    /// Whether what brings `rate` tokens per second is refused where `computing` is as fast as
-    /// that.
+    /// Whether something that brings `rate` tokens per second is refused because `computing`, in
+    /// tokens per second, is more.
     pub(in crate::connector) fn refuses(&mut self, rate: Option<f64>, computing: Option<f64>) -> bool {
         matches!((rate, computing), (Some(rate), Some(computing)) if rate < computing) && self.refuses_next()
     }
 
-    /// Whether the next one that is slower is refused.
+    /// Whether one that is slower than computing is refused.
     fn refuses_next(&mut self) -> bool {
         self.0 += 1;
         !self.0.is_multiple_of(TRY_EVERY)
@@ -81,14 +80,15 @@ struct OpenStep {
 /// What was measured.
 #[derive(Debug, Default)]
 pub(super) struct Rates {
-    /// Of loads that read a drive, and of loads that find everything in memory.
+    /// Of loads that read a drive; without the time that their chunks in memory take.
     drives: MeasuredRate,
+    /// Of loads that find everything in memory.
     memory: MeasuredRate,
     computing: MeasuredRate,
     refusals: Refusals,
     steps: VecDeque<OpenStep>,
     last_output: Option<Instant>,
-    /// Tokens per second that the operator says the server computes: instead of what is measured.
+    /// Tokens per second that the server computes by its settings, instead of the measured rate.
     set: Option<f64>,
 }
 
@@ -107,7 +107,7 @@ impl Rates {
         self.steps.push_back(OpenStep { number, scheduled: now, tokens });
     }
 
-    /// The output of a step has come: of the one with this number, where a worker has said it.
+    /// The output of a step has come: of step `number`, where a worker has reported that.
     pub(super) fn ended(&mut self, number: Option<u64>, now: Instant) {
         if let Some(number) = number {
             while let Some(step) = self.steps.pop_front_if(|step| step.number <= number) {
@@ -123,7 +123,8 @@ impl Rates {
     /// What a worker has loaded.
     pub(super) fn loaded(&mut self, report: &WorkerMeta) {
         self.memory.add(report.memory_tokens as f64, report.memory_s);
-        // Otherwise drives would seem slow that had little to do beside memory, and be left alone.
+        // Time for chunks in memory is not the drives' time: with it they would seem too slow to be
+        // used.
         let beside_s = self.memory.per_s().map_or(0.0, |rate| report.beside_tokens as f64 / rate);
         self.drives.add(report.loaded_tokens as f64, report.load_s - beside_s);
     }
@@ -134,10 +135,10 @@ impl Rates {
         self.set.or_else(|| self.computing.settled())
     }
 
-    /// How many tokens of a load to make, from its beginning on, so that loading these and
-    /// computing the others takes the least time: none where computing all is faster, and never
-    /// fewer than `least` otherwise. `runs`: its tokens in order, by where they lie. Within a run
-    /// every token takes as long as the next, so a load ends with one of them.
+    /// How many tokens to load, from the beginning of `runs` on, so that loading these and
+    /// computing the others takes the least time: none where computing all is faster, otherwise at
+    /// least `least`. `runs` has the tokens in order, by where they lie. Within a run all tokens
+    /// take the same time, so the best place to stop is the end of a run.
     pub(super) fn tokens_that_pay(&mut self, runs: &[LoadParts], least: usize) -> usize {
         let all = runs.iter().map(LoadParts::tokens).sum();
         let rate = if self.set.is_some() { MeasuredRate::per_s } else { MeasuredRate::settled };
@@ -145,7 +146,7 @@ impl Rates {
         let (mut parts, mut best, mut most_saved) = (LoadParts::default(), 0, 0.0);
         for run in runs {
             parts += *run;
-            // What was never measured is loaded, and measured by that.
+            // Drives that were never measured are measured by loading from them.
             let Some(takes) = self.takes_s(parts, rate) else { return all };
             let saved = parts.tokens() as f64 / computing - takes;
             if saved >= most_saved && parts.tokens() >= least {
@@ -155,16 +156,16 @@ impl Rates {
         if best < all && !self.refusals.refuses_next() { all } else { best }
     }
 
-    /// Seconds that a load is predicted to take, where that was measured. Memory that was never
-    /// measured takes none.
+    /// Seconds that a load is predicted to take; `None` where it reads drives and they were not
+    /// measured. Memory that was not measured counts as taking no time.
     fn takes_s(&self, parts: LoadParts, rate: impl Fn(&MeasuredRate) -> Option<f64>) -> Option<f64> {
         let s = |tokens: usize, of: &MeasuredRate| rate(of).map(|rate| tokens as f64 / rate);
         let memory = s(parts.memory, &self.memory).unwrap_or(0.0);
         Some(memory + if parts.drives == 0 { 0.0 } else { s(parts.drives, &self.drives)? })
     }
 
-    /// Whether loading so much is predicted to take more than `most` longer than computing so many
-    /// tokens meanwhile; not before such a load was measured.
+    /// Whether loading `parts` is predicted to take more than `most` longer than computing
+    /// `computed` tokens; not before such loads were measured.
     pub(super) fn stalls(&self, (parts, computed): (LoadParts, usize), most: Duration) -> bool {
         let computing = self.set.or_else(|| self.computing.per_s());
         let computing_s = computing.map_or(0.0, |rate| computed as f64 / rate);

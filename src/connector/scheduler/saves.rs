@@ -1,5 +1,5 @@
-//! What of a request is stored in a step, or when it ends: whole chunks that are computed then and
-//! whose token ids are final.
+//! Which parts of a request are stored in a step, or when it ends: chunks that are computed then
+//! and whose token ids are final.
 
 use super::super::meta::{SaveOrder, StepMeta};
 use super::super::options::ConnectorOptions;
@@ -7,8 +7,8 @@ use super::tracker::Tracker;
 use super::{Scheduler, TokensOf};
 use crate::config::StoreWhen;
 
-/// A request waits for its end only while it has at most one in so many of the blocks that finished
-/// requests may hold.
+/// Stores wait for a request's end only while the request has at most one in this many of
+/// [`ConnectorOptions::max_held_blocks`].
 const HELD_AT_MOST: usize = 2;
 
 impl Scheduler {
@@ -53,8 +53,8 @@ impl Scheduler {
         meta.saves.extend(self.order_save(req_id, (stop, computed.0), (self.step, None)));
     }
 
-    /// Orders what waited for the request's end, with the next step: so many tokens were generated
-    /// for it. Nothing where more blocks would be held for it than may be.
+    /// Orders, for the next step, the stores that waited for the request's end; `generated` tokens
+    /// were generated for it. Gives them up where more blocks would be held than may be.
     pub(super) fn save_at_end(&mut self, req_id: &str, generated: Option<u32>) {
         let Some((stop, blocks)) = self.requests.get(req_id).and_then(|t| Some((t.ripe?, t.num_blocks()))) else {
             return;
@@ -67,14 +67,14 @@ impl Scheduler {
         }
     }
 
-    /// Whether stores of a request wait for a later step: other workers' loads within this step, or
-    /// within one that is under way, may fail, and this worker would not know.
+    /// Whether stores of a request wait for a later step: loads within this step, or within one
+    /// that is under way, may fail on one worker, and the others would not know.
     fn waits_for_others(&self, req_id: &str, meta: &StepMeta) -> bool {
         self.options.workers > 1 && (meta.loads.iter().any(|l| !l.asynchronous) || self.unverified.has(req_id))
     }
 
-    /// The order to store a request's tokens up to `stop` in step `step`, that are not stored yet;
-    /// `computed` are computed before.
+    /// The order to store, in step `step`, a request's tokens up to `stop` that are not stored yet;
+    /// `computed` tokens are computed before the step.
     fn order_save(
         &mut self,
         req_id: &str,
@@ -100,7 +100,7 @@ impl Scheduler {
     }
 }
 
-/// Whether what is computed of a request may wait for its end.
+/// Whether stores of a request may wait for its end.
 pub(super) fn may_wait(tracker: &Tracker, options: &ConnectorOptions) -> bool {
     options.store_when == StoreWhen::Finished
         && tracker.num_blocks().saturating_mul(HELD_AT_MOST) <= options.max_held_blocks

@@ -49,10 +49,10 @@ pub(super) struct Tracker {
     pub(super) found: Option<(usize, Instant)>,
     /// Tokens that another server says it stores.
     pub(super) promised: usize,
-    /// Tokens from its start that the server had of it when it last said so.
-    pub(super) has: usize,
-    /// Since when they are waited for.
+    /// Since when the promised tokens are waited for.
     pub(super) promised_since: Option<Instant>,
+    /// Tokens from its start that the server had when it last said so.
+    pub(super) has: usize,
     /// Since when it waits for another request's load.
     pub(super) waiting_since: Option<Instant>,
     pub(super) load: RequestLoad,
@@ -129,8 +129,8 @@ impl Tracker {
         }
     }
 
-    /// Takes all its blocks away, but for those of a load that is about to be sent; what is stored
-    /// is looked up anew.
+    /// Takes all its blocks away, unless they are those of a load that is ordered and not sent.
+    /// What is stored is looked up anew.
     pub(super) fn preempt(&mut self) {
         if !matches!(self.load, RequestLoad::Ordered { .. }) {
             self.blocks.clear();
@@ -164,7 +164,7 @@ impl Tracker {
         self.blocks.iter().map(Vec::len).sum()
     }
 
-    /// The server's blocks and tokens when a step names the request for the first time.
+    /// All its blocks, in place of those that it had.
     pub(super) fn replace(&mut self, blocks: &[Vec<u32>]) {
         self.blocks = blocks.to_vec();
     }

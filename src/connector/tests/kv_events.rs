@@ -44,26 +44,26 @@ fn lookups_tell_what_is_there_already_and_what_is_gone() {
     assert_eq!((chunks(&events.found), events.missing.len()), (vec![(0, 16), (16, 16), (32, 16)], 0));
     s.on_new_request("b", 100);
     assert_eq!(s.get_num_new_matched_tokens("b", 0), Some(48));
-    assert_eq!(s.s.take_events(), KvEvents::default(), "told before");
-    s.told.say(Some(16));
+    assert_eq!(s.s.take_events(), KvEvents::default(), "there were events for these before");
+    s.lookup.say(Some(16));
     s.on_new_request("c", 100);
     assert_eq!(s.get_num_new_matched_tokens("c", 0), Some(16));
     let events = s.s.take_events();
     assert_eq!((chunks(&events.missing), events.missing[0].req_id.as_str()), (vec![(16, 16)], "c"));
     s.on_new_request("d", 100);
     s.get_num_new_matched_tokens("d", 0);
-    assert_eq!(s.s.take_events(), KvEvents::default(), "told once");
+    assert_eq!(s.s.take_events(), KvEvents::default(), "only once");
 }
 
 #[test]
-fn a_chunk_that_cannot_be_loaded_is_told_at_once_and_again_when_it_is_stored_anew() {
+fn a_chunk_that_cannot_be_loaded_is_missing_at_once_and_ordered_again_when_it_is_stored_anew() {
     let mut s = side_with(48, |o| o.events = true);
     s.on_new_request("a", 100);
     s.get_num_new_matched_tokens("a", 0);
     s.update_state_after_alloc("a", 12, 48);
     s.idle();
     let found = s.s.take_events().found;
-    s.told.say(Some(32));
+    s.lookup.say(Some(32));
     s.failed("a");
     let missing = s.s.take_events().missing;
     assert_eq!(missing, found[2..]);
@@ -89,7 +89,7 @@ fn a_chunk_is_in_the_remote_tier_when_every_worker_has_uploaded_it_and_until_one
     s.first("a", (0, 40));
     let ordered = s.s.take_events().ordered;
     let [one, two] = [ordered[0].key, ordered[1].key];
-    // Faster than the store is told.
+    // Uploads that are reported before the store.
     say(&mut s, uploads(0, vec![(one, true), (two, true)]));
     say(&mut s, uploads(1, vec![(one, true)]));
     assert_eq!(s.s.take_events(), KvEvents::default(), "nobody knows yet that they are stored");
@@ -108,23 +108,23 @@ fn a_chunk_is_in_the_remote_tier_when_every_worker_has_uploaded_it_and_until_one
 }
 
 #[test]
-fn what_a_fetch_does_not_find_is_taken_back_before_later_uploads_are_told() {
+fn what_a_fetch_does_not_find_is_taken_back_before_events_of_later_uploads() {
     let mut s = side_with(32, |o| o.events = true);
     s.on_new_request("a", 100);
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
     let key = s.s.take_events().found[0].key;
     let there = || uploads(0, vec![(key, true)]);
-    s.told.miss_remote(key);
+    s.lookup.miss_remote(key);
     say(&mut s, there());
     assert_eq!(s.s.take_events().remote, [(key, true)], "it was missed before");
-    s.told.miss_remote(key);
+    s.lookup.miss_remote(key);
     assert_eq!(s.s.take_events().remote, [(key, false)]);
     say(&mut s, there());
     assert_eq!(s.s.take_events().remote, [(key, true)]);
 }
 
 #[test]
-fn after_others_removed_it_a_chunk_is_told_again_when_every_worker_has_uploaded_it_anew() {
+fn after_others_removed_it_a_chunk_is_uploaded_again_when_every_worker_has_uploaded_it_anew() {
     let mut s = side_with(32, |o| (o.events, o.workers) = (true, 2));
     s.on_new_request("a", 100);
     s.get_num_new_matched_tokens("a", 0);
@@ -137,7 +137,7 @@ fn after_others_removed_it_a_chunk_is_told_again_when_every_worker_has_uploaded_
     assert_eq!(s.s.take_events().remote, [(key, false)]);
     say(&mut s, uploads(1, anew()));
     assert_eq!(s.s.take_events().remote, [(key, true)], "the other one's new upload counts");
-    s.told.miss_remote(key);
+    s.lookup.miss_remote(key);
     say(&mut s, uploads(0, anew()));
     say(&mut s, uploads(0, anew()));
     assert_eq!(s.s.take_events().remote, [(key, false)], "one worker twice is not two");
@@ -154,7 +154,7 @@ fn nothing_is_remembered_where_nobody_asks() {
 }
 
 #[test]
-fn what_a_worker_has_evicted_is_taken_back_once_if_it_was_told() {
+fn what_a_worker_has_evicted_is_taken_back_once_if_there_was_an_event_for_it() {
     let mut s = side_with(32, |o| (o.events, o.workers) = (true, 2));
     s.on_new_request("a", 100);
     s.get_num_new_matched_tokens("a", 0);

@@ -27,7 +27,7 @@ fn an_answer_is_repeatable_and_holds_nothing() {
     for _ in 0..1000 {
         assert_eq!(s.get_num_new_matched_tokens("a", 16), Some(32));
     }
-    assert!(s.told.asked() < 100, "{} lookups", s.told.asked());
+    assert!(s.lookup.asked() < 100, "{} lookups", s.lookup.asked());
     assert!(s.idle().is_empty(), "an answer alone loads nothing");
     assert!(!s.s.request_finished("a", None));
     assert_eq!((s.stats().requests, s.stats().loads), (0, 0));
@@ -124,12 +124,12 @@ fn a_request_whose_load_failed_is_never_offered_one_again_and_stores_anew() {
     s.failed("a");
     assert_eq!(s.stats().failed_loads, 1);
     assert_eq!(s.get_num_new_matched_tokens("a", 16), Some(0));
-    s.told.say(Some(0));
+    s.lookup.say(Some(0));
     let meta = s.first("a", (16, 100));
     assert_eq!(saved(&meta), [(0, 96)]);
     assert_eq!(meta.saves[0].epoch, 1);
     s.preempt("a");
-    s.told.say(Some(96));
+    s.lookup.say(Some(96));
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(0), "not after preemption either");
 }
 
@@ -156,9 +156,9 @@ fn roles_and_flags_say_who_loads_and_who_stores() {
 fn lookups_that_do_not_know_or_fail_are_no_hits() {
     let mut s = side(48);
     s.on_new_request("a", 100);
-    s.told.say(None);
+    s.lookup.say(None);
     assert_eq!(s.get_num_new_matched_tokens("a", 0), None);
-    s.told.say(Some(usize::MAX));
+    s.lookup.say(Some(usize::MAX));
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(0));
     assert_eq!(s.stats().lookup_errors, 1);
 }
@@ -184,9 +184,9 @@ fn loads_that_are_not_worth_it_are_not_offered() {
 #[test]
 fn loads_that_are_measured_to_be_slower_than_computing_are_not_offered() {
     let mut s = side(48);
-    s.told.say(Some(0));
+    s.lookup.say(Some(0));
     let mut step = |name: &str, load_s: f64| {
-        s.told.say(Some(0));
+        s.lookup.say(Some(0));
         s.on_new_request(name, 100);
         let new = vec![NewRequest { req_id: name, blocks: vec![blocks(25)], num_computed: 0, num_scheduled: 100 }];
         let input = StepInput { new, num_scheduled: 100, ..StepInput::default() };
@@ -194,7 +194,7 @@ fn loads_that_are_measured_to_be_slower_than_computing_are_not_offered() {
         let report = WorkerMeta { loaded_step: meta.step, loaded_tokens: 1, load_s, ..WorkerMeta::default() };
         s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
         s.s.request_finished(name, None);
-        s.told.say(Some(48));
+        s.lookup.say(Some(48));
         s.on_new_request(&format!("{name} again"), 100);
         s.get_num_new_matched_tokens(&format!("{name} again"), 0)
     };
@@ -307,8 +307,8 @@ fn what_was_computed_from_a_load_that_is_not_verified_is_not_stored_at_the_end()
 
 #[test]
 fn a_request_that_was_loaded_within_a_step_keeps_its_blocks_for_its_stores() {
-    // Nobody reports the end of such a load: a server that waited for it would not keep the blocks
-    // for what is stored.
+    // Workers do not report the end of such a load. A server that waited for that report would not
+    // keep the blocks for the stores.
     let mut s = side_with(48, |o| o.layerwise = true);
     s.on_new_request("a", 100);
     s.get_num_new_matched_tokens("a", 0);
@@ -359,13 +359,13 @@ fn what_another_server_has_promised_is_waited_for_and_loaded_when_it_is_there() 
     s.add_promised("a", 70);
     assert_eq!(s.get_num_new_matched_tokens("a", 0), None, "the other server's store is under way");
     assert_eq!(s.s.stats().awaited, 1);
-    s.told.say(Some(96));
+    s.lookup.say(Some(96));
     s.s.reset_cache();
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(96), "looked up anew");
     s.add_promised("b", 70);
     assert_eq!(s.get_num_new_matched_tokens("b", 0), Some(96), "nothing to wait for");
     s.add_promised("unpromised", 0);
-    s.told.say(Some(0));
+    s.lookup.say(Some(0));
     assert_eq!(s.get_num_new_matched_tokens("unpromised", 0), Some(0));
 }
 

@@ -21,11 +21,12 @@ mod saves;
 const CHUNK: usize = 16;
 const BLOCK: usize = 4;
 
-/// Answers what the test says, and counts.
+/// A lookup that answers what the test says: its answer, how often it was asked, and chunks that
+/// the remote tier is to miss.
 #[derive(Clone, Default)]
-struct Told(Arc<Mutex<(Option<usize>, usize)>>, Arc<Mutex<Vec<ChunkKey>>>);
+struct TestLookup(Arc<Mutex<(Option<usize>, usize)>>, Arc<Mutex<Vec<ChunkKey>>>);
 
-impl Told {
+impl TestLookup {
     fn say(&self, found: Option<usize>) {
         self.0.lock().0 = found;
     }
@@ -39,14 +40,14 @@ impl Told {
     }
 }
 
-impl PrefixLookup for Told {
+impl PrefixLookup for TestLookup {
     fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
-        let mut told = self.0.lock();
-        told.1 += 1;
-        if told.0 == Some(usize::MAX) {
+        let mut lookup = self.0.lock();
+        lookup.1 += 1;
+        if lookup.0 == Some(usize::MAX) {
             return Err(Error::new(ErrorKind::Closed, "no lookup today"));
         }
-        Ok(told.0.map(|n| n.min(prompt.len())))
+        Ok(lookup.0.map(|n| n.min(prompt.len())))
     }
 
     fn remote_gone(&mut self) -> Vec<ChunkKey> {
@@ -81,10 +82,10 @@ fn options() -> ConnectorOptions {
     }
 }
 
-/// A scheduler side, and what its lookup answers.
+/// A scheduler side and its lookup.
 struct Side {
     s: Scheduler,
-    told: Told,
+    lookup: TestLookup,
 }
 
 fn side(found: usize) -> Side {
@@ -94,9 +95,9 @@ fn side(found: usize) -> Side {
 fn side_with(found: usize, change: impl FnOnce(&mut ConnectorOptions)) -> Side {
     let mut o = options();
     change(&mut o);
-    let told = Told::default();
-    told.say(Some(found));
-    Side { s: Scheduler::new(o, Box::new(told.clone())).unwrap(), told }
+    let lookup = TestLookup::default();
+    lookup.say(Some(found));
+    Side { s: Scheduler::new(o, Box::new(lookup.clone())).unwrap(), lookup }
 }
 
 fn tokens(n: usize) -> Vec<u32> {

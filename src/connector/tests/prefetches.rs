@@ -1,4 +1,4 @@
-//! Which waiting requests are read ahead for, how far, and when the workers let go.
+//! For which waiting requests prefetches are ordered, how far, and when the workers drop them.
 
 use super::*;
 
@@ -21,7 +21,7 @@ fn requests_that_still_wait_after_a_step_are_ordered_once_in_their_order() {
     s.update_state_after_alloc("a", 25, 64);
     let meta = s.idle();
     assert_eq!((loaded(&meta), ordered(&meta)), (vec![(0, 64)], vec![("b", 0, 64), ("c", 0, 48)]));
-    // The chunk in which the wanted tokens end is named as a whole.
+    // All tokens of the chunk in which the wanted tokens end are sent: its key covers them all.
     assert_eq!(meta.prefetches.iter().map(|p| p.prompt.tokens.len()).collect::<Vec<_>>(), [80, 50]);
     assert!(s.idle().is_empty());
     assert_eq!((s.stats().prefetches, s.stats().prefetch_tokens), (2, 112));
@@ -55,7 +55,7 @@ fn nothing_is_read_ahead_that_the_server_has_or_does_not_want() {
         let mut s = side_with(64, |o| o.prefetch = true);
         let mut o = ConnectorOptions { prefetch: true, ..options() };
         change(&mut o);
-        s.s = Scheduler::new(o, Box::new(s.told.clone())).unwrap();
+        s.s = Scheduler::new(o, Box::new(s.lookup.clone())).unwrap();
         s.on_new_request("a", 100);
         assert!(s.idle().is_empty());
     }
@@ -95,10 +95,10 @@ fn so_many_at_once_and_no_more_tokens_in_a_step_than_questions_have() {
 #[test]
 fn where_the_workers_must_be_asked_first_it_waits_for_the_answer() {
     let mut s = waiting(0);
-    s.told.say(None);
+    s.lookup.say(None);
     s.on_new_request("a", 100);
     s.on_new_request("b", 100);
     assert!(s.idle().is_empty() && s.idle().is_empty());
-    s.told.say(Some(32));
+    s.lookup.say(Some(32));
     assert_eq!(ordered(&s.idle()), [("a", 0, 32), ("b", 0, 32)]);
 }

@@ -1,5 +1,5 @@
-//! Ranks that the scheduler cannot see: what they said counts, as long as it is they who said it,
-//! and nobody waits for ever.
+//! Ranks whose cache the scheduler cannot see: their answers count until they start anew, and no
+//! request waits for ever.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ impl Far {
     fn new(patience_ms: u64) -> Self {
         let o = ConnectorOptions { workers: 2, load_timeout_ms: patience_ms, ..options() };
         let lookup = RanksLookup::new(&Settings::default(), 2, Duration::from_millis(patience_ms));
-        Self { side: Side { s: Scheduler::new(o, Box::new(lookup)).unwrap(), told: Told::default() } }
+        Self { side: Side { s: Scheduler::new(o, Box::new(lookup)).unwrap(), lookup: TestLookup::default() } }
     }
 
     /// Both workers have said who they are.

@@ -21,11 +21,11 @@ fn what_is_stored_already_is_skipped_but_not_because_the_server_has_it() {
     let mut s = side(40);
     s.on_new_request("a", 100);
     assert_eq!(saved(&s.first("a", (0, 100))), [(32, 96)]);
-    s.told.say(Some(0));
+    s.lookup.say(Some(0));
     s.on_new_request("b", 100);
     assert_eq!(s.get_num_new_matched_tokens("b", 64), Some(0));
     assert_eq!(saved(&s.first("b", (64, 100))), [(0, 96)], "chunk 0 was evicted while the server kept the prefix");
-    s.told.say(Some(100));
+    s.lookup.say(Some(100));
     s.on_new_request("c", 100);
     assert_eq!(saved(&s.first("c", (0, 100))), []);
 }
@@ -52,7 +52,7 @@ fn the_end_of_a_prompt_is_stored_where_the_settings_say_so_in_whole_blocks() {
     assert_eq!(saved(&s.next("a", (43, 44), (&[], 0))), [], "once");
     s.on_new_request("b", 35);
     assert_eq!(saved(&s.first("b", (0, 35))), [(0, 32)], "3 tokens fill no block");
-    s.told.say(Some(40));
+    s.lookup.say(Some(40));
     s.on_new_request("c", 43);
     assert_eq!(saved(&s.first("c", (0, 43))), [], "it is there");
 }
@@ -65,7 +65,7 @@ fn preemption_gives_gathers_up_and_a_resumed_request_goes_on_with_its_new_blocks
     s.gathered(1);
     s.next("a", (40, 64), (&blocks(6), 0));
     assert_eq!(s.preempt("a").preempted, ["a"]);
-    s.told.say(Some(32));
+    s.lookup.say(Some(32));
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
     let cached = vec![CachedRequest {
         req_id: "a",
@@ -97,7 +97,7 @@ fn blocks_are_held_exactly_while_gathers_may_read_them() {
     assert_eq!((s.stats().held_requests, s.stats().held_blocks), (1, 10));
     let meta = s.idle();
     assert_eq!((meta.held.as_slice(), meta.give_up.len()), (["b".to_owned()].as_slice(), 0));
-    assert!(s.idle().held.is_empty(), "told once");
+    assert!(s.idle().held.is_empty(), "only once");
     s.s.update_connector_output(&StepOutput { finished_sending: vec!["b"], ..StepOutput::default() });
     assert_eq!(s.stats().held_blocks, 0);
     s.on_new_request("c", 10);
@@ -139,7 +139,7 @@ fn what_waits_for_the_end_is_stored_in_the_step_after_it_with_what_was_generated
     );
     assert_eq!(meta.saves[0].spans, [BlockSpan { first: 0, ids: [blocks(5), blocks(5)].concat() }]);
     assert!(s.idle().is_empty(), "once");
-    s.told.say(Some(40));
+    s.lookup.say(Some(40));
     s.on_new_request("b", 43);
     s.first("b", (0, 43));
     assert!(!s.s.request_finished("b", Some(7)), "it is there");
@@ -165,12 +165,12 @@ fn what_a_preemption_takes_waits_no_more_and_a_load_that_failed_begins_anew() {
     assert!(s.preempt("a").preempted.is_empty(), "nothing reads its blocks");
     assert!(!s.s.request_finished("a", None));
     assert!(s.idle().is_empty());
-    s.told.say(Some(16));
+    s.lookup.say(Some(16));
     s.on_new_request("b", 40);
     s.get_num_new_matched_tokens("b", 0);
     s.update_state_after_alloc("b", 10, 16);
     s.first("b", (16, 32));
-    s.told.say(Some(0));
+    s.lookup.say(Some(0));
     s.failed("b");
     assert!(!s.s.request_finished("b", None), "computed from what was not loaded");
     assert!(s.idle().is_empty());
@@ -271,7 +271,7 @@ fn a_request_preempted_and_taken_up_again_for_one_step_keeps_its_new_load() {
     let mut s = side(0);
     s.on_new_request("a", 100);
     s.first("a", (0, 40));
-    s.told.say(Some(32));
+    s.lookup.say(Some(32));
     s.s.reset_cache();
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
     s.update_state_after_alloc("a", 8, 32);
@@ -280,7 +280,7 @@ fn a_request_preempted_and_taken_up_again_for_one_step_keeps_its_new_load() {
 }
 
 #[test]
-fn requests_that_fill_no_chunk_need_not_be_told_of() {
+fn requests_that_fill_no_chunk_need_not_be_listed() {
     let s = side(0);
     let chunk = CHUNK;
     for computed in 0..5 * chunk {

@@ -1,4 +1,5 @@
-//! Loads of the worker: started, polled, and what is said of those that failed.
+//! The worker's loads: started, polled, ended, and reported where they failed. Also its answers to
+//! questions, and its prefetches.
 
 use super::super::meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question};
 use super::Worker;
@@ -14,15 +15,15 @@ pub(super) struct Loading {
 }
 
 impl Loading {
-    /// Whether stores of `req_id` in this step are computed from it.
+    /// Whether stores of `req_id` in this step may be computed from it.
     fn concerns(&self, req_id: &str) -> bool {
         !self.order.asynchronous || self.order.req_id == req_id
     }
 }
 
 impl Worker {
-    /// The prompt of a request, with the tokens that have just been learnt; `None` where something
-    /// before them is not known.
+    /// The prompt of a request, with the tokens in `part` added; `None` where tokens before them
+    /// are not known here.
     pub(super) fn learn(&mut self, req_id: &str, part: &PromptPart) -> Option<Prompt> {
         let known = self.prompts.get(req_id);
         let prompt = match known {
@@ -37,8 +38,8 @@ impl Worker {
         Some(prompt)
     }
 
-    /// Learns the tokens of a question, and where this rank is asked, says how much of them is
-    /// stored here. Tokens that follow some that are not known here count as not stored.
+    /// Learns the tokens of a question, and where this rank is asked, reports how much of them is
+    /// stored here: nothing where tokens before them are not known.
     pub(super) fn answer(&mut self, question: &Question, is_asked: bool) {
         let prompt = self.learn(&question.req_id, &question.prompt);
         if is_asked {
@@ -53,7 +54,7 @@ impl Worker {
         }
     }
 
-    /// Begins to read ahead what is stored here of a request that waits.
+    /// Starts the prefetch of a request that waits.
     pub(super) fn prefetch(&mut self, order: &PrefetchOrder) {
         let Some(prompt) = self.learn(&order.req_id, &order.prompt) else { return };
         match self.engine.prefetch(&prompt, order.start..order.stop) {
@@ -78,8 +79,8 @@ impl Worker {
             && spans.iter().zip(&self.options.block_tokens).all(holds)
     }
 
-    /// Where the tokens `start..stop` of a request lie; nowhere before them, nor in the null block
-    /// of a group with a window.
+    /// Where the tokens `start..stop` of a request lie: -1 before `start`, and in a group with a
+    /// window for the null block, 0.
     pub(super) fn slots(&self, spans: &[BlockSpan], (start, stop): (usize, usize)) -> SlotMapping {
         let group = |(group, tokens): (usize, &u32)| {
             let (tokens, null) = (*tokens as usize, self.options.window(group).map(|_| 0));
@@ -116,7 +117,7 @@ impl Worker {
             ..LoadRequest::new(&prompt, &self.kv, slots)
         };
         let load = self.engine.load(request);
-        // It has leases of its own by now, and what it found in memory.
+        // The load has leases of its own by now, and keeps what it found in memory.
         self.pins.remove(&order.req_id);
         self.prefetches.remove(&order.req_id);
         match load {
@@ -136,15 +137,15 @@ impl Worker {
         }
     }
 
-    /// All from token `usable` on must be computed, and `more` blocks.
+    /// A load has failed: the blocks from token `usable` on must be computed, and `more` blocks.
     fn load_failed(&mut self, order: &LoadOrder, (usable, more): (usize, &[u32])) {
         self.stats.failed_loads += 1;
         let usable = usable.max(order.computed);
-        self.poisoned.insert(order.req_id.clone(), order.epoch);
+        self.failed_epochs.insert(order.req_id.clone(), order.epoch);
         self.failed_requests.insert(order.req_id.clone());
         self.report.failed.push(order.req_id.clone());
         if order.asynchronous && self.options.layerwise {
-            // A server would take reported blocks for blocks of this step.
+            // The server would take blocks that are reported here for blocks of this step's loads.
             return;
         }
         for ((group, tokens), span) in self.options.block_tokens.iter().enumerate().zip(&order.spans) {
@@ -160,7 +161,7 @@ impl Worker {
         self.loads.iter().filter(|l| l.concerns(req_id)).map(|l| l.load.ticket()).collect()
     }
 
-    /// Looks which asynchronous loads are over.
+    /// Ends the asynchronous loads that have finished.
     pub(super) fn poll_loads(&mut self) {
         let (over, running) =
             std::mem::take(&mut self.loads).into_iter().partition(|l| l.order.asynchronous && l.load.is_finished());
@@ -180,7 +181,7 @@ impl Worker {
         over.sort_by_key(|loading| loading.load.times().end);
         for Loading { order, load } in over {
             let (result, times, (hits, chunks)) = (load.wait(), load.times(), load.memory_hits());
-            // Once it is dropped nothing writes the blocks any more, also where it timed out.
+            // After the drop nothing writes the blocks any more, also where the load timed out.
             drop(load);
             let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
             self.stats.loaded_tokens += loaded;
@@ -221,14 +222,13 @@ impl Worker {
             self.prompts.remove(*req_id);
             self.pins.remove(*req_id);
             self.prefetches.remove(*req_id);
-            self.poisoned.remove(*req_id);
+            self.failed_epochs.remove(*req_id);
         }
     }
 
     /// Waits until layer `layer` of the loads within this step is there; what is submitted to
-    /// `stream` from now on finds it. Nothing where requests are loaded as a whole. Returns at
-    /// the loads' time-out at the latest: what has failed by then is reported when the step
-    /// ends.
+    /// `stream` from now on finds it. Does nothing where requests are loaded as a whole. Returns at
+    /// the loads' time-out at the latest; what has failed is reported when the step ends.
     ///
     /// # Errors
     /// What the driver says.

@@ -5,6 +5,8 @@
 //! to wait, [`Worker::shutdown`] and, with `enable_async_loading` off, [`Worker::start_load_kv`].
 //! Blocks are read only while a request is known and not reported as sent; nothing computed in a
 //! step whose load failed is stored.
+//!
+//! The files: `loads` (also questions and prefetches), `saves`.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -23,8 +25,8 @@ use crate::error::Result;
 mod loads;
 mod saves;
 
-/// Keys that one report takes of evicted chunks, of chunks in the remote tier, and of chunks in
-/// memory: 32 KiB each.
+/// Keys that one report takes at most, of evicted chunks, of chunks in the remote tier, and of
+/// chunks in memory: 32 KiB each.
 const EVICTED: usize = 1024;
 
 /// Requests that came to an end on this worker.
@@ -133,8 +135,8 @@ pub struct Worker {
     orders: Vec<super::meta::SaveOrder>,
     /// Finished requests that are to be reported as sent.
     held: HashSet<String>,
-    /// Requests whose load failed, with the load's epoch.
-    poisoned: HashMap<String, u32>,
+    /// Requests whose load failed, with the load's epoch: stores ordered in it are dropped.
+    failed_epochs: HashMap<String, u32>,
     /// Asynchronous loads that ended and were not reported.
     received: Vec<String>,
     failed_blocks: HashSet<u32>,
@@ -142,15 +144,16 @@ pub struct Worker {
     /// Leases on what was answered to the scheduler, until it is loaded, for at most the time-out
     /// of loads.
     pins: HashMap<String, Lookup>,
-    /// What is read ahead, or was, for requests that wait.
+    /// Prefetches of requests that wait; what they have read stays in memory while they are here.
     prefetches: HashMap<String, Prefetch>,
     step: u64,
-    /// When loads were under way that read a drive, and when others were.
+    /// Time in which loads were under way that read a drive.
     busy: BusyTime,
+    /// Time in which loads were under way that found everything in memory.
     busy_memory: BusyTime,
     /// The last [`WorkerMeta::loaded_step`] that was reported.
-    told_step: u64,
-    /// What the scheduler has not acknowledged yet.
+    reported_step: u64,
+    /// Who this is, until the scheduler has acknowledged it.
     identity: Option<WorkerIdentity>,
     /// Another worker stores the same KV.
     is_silent: bool,
@@ -176,7 +179,7 @@ impl Worker {
             saves: Vec::new(),
             orders: Vec::new(),
             held: HashSet::new(),
-            poisoned: HashMap::new(),
+            failed_epochs: HashMap::new(),
             received: Vec::new(),
             failed_blocks: HashSet::new(),
             failed_requests: HashSet::new(),
@@ -185,7 +188,7 @@ impl Worker {
             step: 0,
             busy: BusyTime::default(),
             busy_memory: BusyTime::default(),
-            told_step: 0,
+            reported_step: 0,
             report: WorkerMeta::default(),
             stats: WorkerStats::default(),
         })
@@ -235,7 +238,7 @@ impl Worker {
     /// given up.
     pub fn wait_for_save(&mut self, stream: Option<Stream>) {
         self.end_loads_of_step();
-        // Told at the start that all is computed, the store's thread is woken once.
+        // With all layers announced from the start, the store thread is woken only once.
         self.start_saves(Some(stream.map_or(Computed::Now, Computed::On)));
         self.end_saves(stream);
     }
@@ -275,13 +278,14 @@ impl Worker {
             let remote = self.engine.take_remote_changes(EVICTED).into_iter();
             self.report.remote = remote.map(|(key, is_there)| (key.0, is_there)).collect();
         }
-        // With each report that has an identity the scheduler forgets what was in memory.
+        // A report with an identity makes the scheduler forget what was in memory, so none comes
+        // with one.
         let most = if self.identity.is_some() { 0 } else { EVICTED };
         let memory = self.engine.take_memory_changes(most).into_iter();
         self.report.memory = memory.map(|(key, is_there)| (key.0, is_there)).collect();
         let gathered_step = self.gathered_step();
         let has_changed = gathered_step != self.report.gathered_step
-            || self.report.loaded_step != self.told_step
+            || self.report.loaded_step != self.reported_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
             || self.report.loaded_tokens + self.report.memory_tokens > 0
@@ -291,7 +295,7 @@ impl Worker {
             || !self.report.remote.is_empty()
             || self.identity.is_some();
         let (rank, loaded_step) = (self.options.rank, self.report.loaded_step);
-        self.told_step = loaded_step;
+        self.reported_step = loaded_step;
         let next = WorkerMeta { rank, gathered_step, loaded_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);
         let identity = self.identity.clone();

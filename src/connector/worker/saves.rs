@@ -1,5 +1,5 @@
-//! Stores of the worker: started when a step is computed, gathered while later ones run, given up
-//! where blocks are needed.
+//! The worker's stores: started when a step is computed, gathered while later steps run, given up
+//! where their blocks are needed.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,8 @@ use crate::device::Stream;
 use crate::engine::{Backpressure, Computed, Prompt, ShedCause, Store, StoreRequest};
 use crate::error::{Error, Result};
 
-/// Ended stores that one call looks at, at least.
+/// So many finished stores are taken by one call of [`Worker::poll_saves`], or a quarter of all
+/// stores where that is more.
 const ENDED_AT_ONCE: usize = 4;
 
 /// A store under way.
@@ -49,7 +50,7 @@ impl Saving {
         true
     }
 
-    /// The chunks of it.
+    /// The chunks in its range.
     fn chunks(&self) -> impl Iterator<Item = StoredChunk> + '_ {
         let (step, (start, stop)) = (self.prompt.chunk_tokens().max(1), self.range);
         (start / step..stop.div_ceil(step)).filter_map(move |i| {
@@ -120,7 +121,7 @@ impl Worker {
         if self.is_silent {
             return None;
         }
-        if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
+        if self.failed_epochs.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
             let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
             self.stats.shed_chunks += chunks as u64;
             return None;
@@ -140,7 +141,7 @@ impl Worker {
     }
 
     /// Layer `layer` of this step is computed, or submitted to `stream`: its stores begin with it.
-    /// Nothing where layers are not given one by one.
+    /// Does nothing where requests are not stored layer by layer.
     ///
     /// # Errors
     /// What the driver says.
@@ -182,9 +183,9 @@ impl Worker {
         }
     }
 
-    /// Looks which stores are gathered, and which are over. Where many ended at once, as they do
-    /// when a drive has made room, some wait for the next call: a step is not to pay for all of
-    /// them.
+    /// Notes which stores are gathered, and takes those that are over. Where many end at once, as
+    /// they do when a drive has made room, some wait for the next call, so that no step pays for
+    /// all of them.
     pub(super) fn poll_saves(&mut self) {
         let mut turns = ENDED_AT_ONCE.max(self.saves.len() / 4);
         for mut saving in std::mem::take(&mut self.saves) {
@@ -206,7 +207,7 @@ impl Worker {
         let before = saving.range.0 / saving.prompt.chunk_tokens().max(1);
         self.stats.already_there += result.already_there.saturating_sub(before) as u64;
         self.stats.shed_chunks += shed as u64;
-        // What the policy does not want is the end of what was to be stored.
+        // The policy refuses the last chunks of a store, so the stored ones are those before them.
         let unwanted = result.shed(ShedCause::Policy);
         if shed == unwanted && result.stored > 0 {
             let mut chunks: Vec<_> = saving.chunks().collect();
@@ -222,10 +223,13 @@ impl Worker {
         reading.into_iter().chain(ordered).min().map_or(self.step, |step| step.saturating_sub(1))
     }
 
-    /// Held requests that nothing reads any more.
+    /// Held requests whose blocks no store of them reads, or is still to read: with speculative
+    /// decoding vLLM asks before [`Worker::wait_for_save`] has started the step's stores.
     pub(super) fn sent(&mut self) -> Vec<String> {
-        let saves = &self.saves;
-        let is_read = |req_id: &String| saves.iter().any(|s| !s.gathered && s.req_id == *req_id);
+        let (saves, orders) = (&self.saves, &self.orders);
+        let is_read = |req_id: &String| {
+            saves.iter().any(|s| !s.gathered && s.req_id == *req_id) || orders.iter().any(|o| o.req_id == *req_id)
+        };
         self.held.extract_if(|req_id| !is_read(req_id)).collect()
     }
 

@@ -1,8 +1,10 @@
 //! Loads: chunks read, verified and scattered into the caller's paged memory, layer by layer.
 //!
-//! A [`Load`] goes on by itself: reads are submitted, scattered and checked by the threads that the
-//! events happen on, whether or not somebody polls the handle. Dropping or cancelling it takes the
-//! caller's memory back.
+//! A [`Load`] goes on by itself, whether or not its handle is polled: the thread on which a read or
+//! a scatter ends takes the next step. Dropping or cancelling it gives the caller its memory back.
+//!
+//! The files: `state` (bookkeeping of one load), `run` (what is done with one read), `pump` (which
+//! read is next, of all loads).
 
 use std::fmt;
 use std::ops::Range;
@@ -49,8 +51,8 @@ pub struct LoadSpec {
     pub kv: Arc<PagedKv>,
     /// The chunks, in the order of the prefix.
     pub chunks: Vec<LoadChunk>,
-    /// All chunks' first layers come before any second layer; otherwise some chunks after others,
-    /// the head of the prefix first.
+    /// Layer by layer: the first layers of all chunks are read before any second layer. Otherwise a
+    /// few chunks at a time with all their layers, the head of the prefix first.
     pub layerwise: bool,
     /// Tokens before the first chunk, which the caller has already.
     pub base_tokens: usize,
@@ -121,7 +123,7 @@ impl LoadResult {
     }
 }
 
-/// The part of a load that its threads share.
+/// A load, as its handle, the pump and the threads of its reads and scatters share it.
 pub(super) struct LoadInner {
     chunks: Mutex<Vec<LoadChunk>>,
     kv: Arc<PagedKv>,
@@ -149,7 +151,8 @@ pub struct Load {
 pub struct LoadTicket(Arc<LoadInner>);
 
 impl LoadTicket {
-    /// `None` while the load runs; then whether everything it was asked for has verified.
+    /// `Some(true)` once everything that the load was asked for has verified, `Some(false)` as soon
+    /// as something of it is known to be missing or bad, `None` until then.
     #[must_use]
     pub fn verified(&self) -> Option<bool> {
         self.0.state.lock().verified()
@@ -162,15 +165,15 @@ impl fmt::Debug for LoadTicket {
     }
 }
 
-/// A cancelled load whose last writes may still be under way.
+/// A cancelled load of which writes to the caller's memory may still be under way.
 #[must_use = "the memory is the caller's again only after wait()"]
 pub struct Cancelled(Arc<LoadInner>);
 
 impl Cancelled {
     /// Waits until no byte of the caller's memory can be written: on the host for microseconds, on
-    /// an accelerator until the copies that were submitted already are over, which is after the
-    /// points in the caller's streams that they wait for. I/O that is still in flight keeps its
-    /// own staging memory and ends there.
+    /// an accelerator until the copies that were submitted already are over. These wait in turn for
+    /// what the caller's streams had to do before the load. Reads in flight go on, into staging
+    /// only.
     pub fn wait(self) {
         self.0.seal();
     }
@@ -183,7 +186,7 @@ impl Drop for Cancelled {
 }
 
 impl Load {
-    /// Number of layers; 0 where there was nothing to load.
+    /// Number of layers of the caller's memory.
     #[must_use]
     pub fn layers(&self) -> usize {
         self.inner.state.lock().layers()
@@ -193,7 +196,8 @@ impl Load {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where there is no such layer; [`ErrorKind::Cancelled`]. What
-    /// could not be loaded is no error: it shows in the tokens and in [`Load::failed_blocks`].
+    /// could not be loaded is no error: it is missing in the tokens, and its blocks are in
+    /// [`Load::failed_blocks`].
     pub fn wait_layer(&self, layer: usize) -> Result<LayerReady> {
         let mut state = self.inner.state.lock();
         if layer >= state.layers() {
@@ -267,34 +271,35 @@ impl Load {
         self.inner.state.lock().finished
     }
 
-    /// How many of its chunks were in memory when it began, and of how many.
+    /// How many of its chunks were in the memory tier when it began, and how many chunks it has
+    /// (only those that something is wanted of).
     #[must_use]
     pub fn memory_hits(&self) -> (usize, usize) {
         self.inner.state.lock().memory_hits()
     }
 
-    /// When it began and when it ended; until now while it runs.
+    /// When it began and when it ended; the end is now while it runs.
     #[must_use]
     pub fn times(&self) -> Range<Instant> {
         let took = self.inner.state.lock().took.unwrap_or_else(|| self.inner.started.elapsed());
         self.inner.started..self.inner.started + took
     }
 
-    /// Whether something that did not verify is still to be wiped.
+    /// Whether bytes that did not verify are still to be overwritten.
     #[cfg(test)]
     pub(in crate::pipeline) fn is_wiping(&self) -> bool {
         self.inner.state.lock().is_wiping()
     }
 
-    /// The server's blocks known by now to need computing, in no order; complete when the load has
-    /// finished.
+    /// The server's blocks that must be computed, as far as is known now. Complete and ascending
+    /// once the load has finished, in no order before.
     #[must_use]
     pub fn failed_blocks(&self) -> Vec<u32> {
         self.inner.state.lock().result().failed_blocks.clone()
     }
 
     /// The next layer in order, as the [`Stream`] gives it, for callers that share the handle: each
-    /// layer is given once, and the last waker is woken.
+    /// layer is given to one of them, and only the waker that came last is woken.
     pub fn poll_layer(&self, cx: &Context<'_>) -> Poll<Option<LayerReady>> {
         let mut state = self.inner.state.lock();
         if state.cancelled || state.given >= state.layers() {
@@ -314,7 +319,7 @@ impl Load {
         LoadTicket(Arc::clone(&self.inner))
     }
 
-    /// Stops the load. The caller's memory is the caller's when [`Cancelled::wait`] has returned.
+    /// Stops the load. Its memory is not written any more once [`Cancelled::wait`] has returned.
     pub fn cancel(&self) -> Cancelled {
         self.inner.end(MissCause::Cancelled);
         Cancelled(Arc::clone(&self.inner))

@@ -1,14 +1,15 @@
-//! Who reads next: all loads of an engine share staging and I/O depth, one read at a time, in
-//! turns.
+//! Which load reads next: all loads of an engine share staging and I/O depth, and take turns, read
+//! by read.
 //!
-//! Pumping happens on whatever thread freed a staging slot, ended a read or added a load; there is
-//! only one pumper at a time and nobody waits for it, a kick while somebody pumps makes that one go
-//! round again. One more thread watches deadlines, retries when an I/O queue was full, and ends
-//! loads when nothing has moved for long.
+//! Reads are submitted ("pumped") on whatever thread freed a staging slot, ended a read or added a
+//! load. Only one thread pumps at a time, and no other waits for it: a kick that comes meanwhile
+//! makes the pumping thread go round again. One more thread ends loads at their deadlines and when
+//! nothing has moved for long, and tries again when an I/O queue was full.
 //!
 //! Invariants:
-//! - A slot is taken only for a read that is then submitted, or to wipe what did not verify, which
-//!   goes before reads.
+//! - A slot of the load pool is taken for a read that is then submitted, or to overwrite what did
+//!   not verify, which goes before reads. A slot that was taken and is not needed is kept as a
+//!   spare for the next, and given back when no load waits.
 //! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was
 //!   added.
 //! - No lock is held while a read is submitted or a callback runs.
@@ -32,9 +33,9 @@ use crate::pipeline::groups::{GroupLimits, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
 use crate::tier::{MemoryTier, Rank};
 
-/// How often a full I/O queue is tried again.
+/// How long to wait before a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
-/// Nothing moved for this many I/O time-outs: what still waits is given up.
+/// When nothing has moved for this many I/O time-outs, all loads are given up.
 const STALLED_TIMEOUTS: u32 = 2;
 
 /// Called when a load has finished.
@@ -47,33 +48,37 @@ pub(in crate::pipeline) struct LoadPump {
     pool: Arc<StagingPool>,
     on_finished: FinishedHook,
     pid: u32,
-    /// Kicks that no pumper has answered yet.
+    /// Kicks since pumping began; 0 while no thread pumps.
     kicks: AtomicUsize,
     turns: Mutex<Turns>,
-    /// Bytes of reads submitted and not ended.
+    /// Bytes of reads that were submitted and have not ended.
     reading: AtomicUsize,
     watch: Mutex<Watch>,
     watch_changed: Condvar,
     watcher: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Layers of a chunk of a load that are to be wiped.
+/// A load, a chunk of it, and layers of that chunk that are to be overwritten with zeros.
 type Wipe = (Arc<LoadInner>, (usize, Vec<usize>));
 
 #[derive(Default)]
 struct Turns {
     wipes: VecDeque<Wipe>,
+    /// Loads that have something to read.
     queue: VecDeque<Arc<LoadInner>>,
-    /// Loads of which something waits in memory to be copied to an accelerator.
+    /// Loads with chunks in the memory tier that are to be copied to an accelerator.
     hits: VecDeque<Arc<LoadInner>>,
-    /// A slot whose read was refused by a full queue.
+    /// A slot of staging that was taken and not used, for the next read or wipe.
     spare: Option<Buf>,
+    /// No read is submitted, because a queue was full or the host had no memory; until a read ends
+    /// or [`RETRY`] has passed.
     blocked: bool,
 }
 
 impl Turns {
-    /// The memory for `step`: a header that is read alone into another device's staging would not
-    /// be seen here, so it gets memory of its own; none where there is no such memory now.
+    /// The memory that `step` is read into. A header that is read alone is checked on the host, so
+    /// where staging lies on an accelerator it gets host memory of its own, and `slot` becomes the
+    /// spare. `None` where the host has no memory for it now.
     fn for_step(&mut self, step: &ReadStep, slot: Buf) -> Option<Buf> {
         if slot.place() == MemorySpace::Host || !step.layers.is_empty() {
             return Some(slot);
@@ -84,8 +89,11 @@ impl Turns {
 }
 
 struct Watch {
+    /// Loads that have not finished.
     active: Vec<Arc<LoadInner>>,
+    /// When a read last ended well, or a scatter from the memory tier ended.
     moved: Instant,
+    /// The watching thread is to unblock [`Turns::blocked`] after [`RETRY`].
     retry: bool,
     closed: bool,
 }
@@ -135,8 +143,8 @@ impl LoadPump {
         &self.device
     }
 
-    /// Whether this is a child of the process that made the pump: its threads and the state of its
-    /// locks are not here.
+    /// Whether this process was forked from the one that made the pump: it has none of its threads,
+    /// and a lock may be held for ever.
     pub(super) fn is_forked(&self) -> bool {
         std::process::id() != self.pid
     }
@@ -200,23 +208,23 @@ impl LoadPump {
         true
     }
 
-    /// A load that may have had nothing left to read has something again.
+    /// A load that had nothing left to read has something again.
     pub(super) fn enqueue(&self, load: &Arc<LoadInner>) {
-        enlisted(&mut self.turns.lock().queue, load);
+        push_once(&mut self.turns.lock().queue, load);
         self.kick();
     }
 
-    /// As [`LoadPump::enqueue`], of what is in memory. `false` where that needs no copy: the device
-    /// reaches the host's memory.
+    /// As [`LoadPump::enqueue`], for chunks in the memory tier that are copied to an accelerator.
+    /// `false` where they need no such copy, because the device works on the host's memory.
     pub(super) fn enqueue_hits(&self, load: &Arc<LoadInner>) -> bool {
         if self.options.hits.is_some() {
-            enlisted(&mut self.turns.lock().hits, load);
+            push_once(&mut self.turns.lock().hits, load);
             self.kick();
         }
         self.options.hits.is_some()
     }
 
-    /// The copies between the host's memory and the device's, where that is another.
+    /// What copies between the host's memory and an accelerator's; `None` on the host device.
     pub(super) fn mover(&self) -> Option<&Arc<dyn Mover>> {
         self.options.hits.as_ref().map(|(mover, _)| mover)
     }
@@ -258,14 +266,15 @@ impl LoadPump {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
             turns.queue.push_front(load);
-            // A header's own memory, or a frame's, is no slot that others could use.
-            let own = match buf {
+            // Only a slot of staging is of use to other reads; a frame's part or a header's own
+            // memory is freed. After the lock: the hook of what is freed kicks.
+            let freed = match buf {
                 Some(buf) if buf.region().is_some() => turns.spare.replace(buf),
-                own => own,
+                not_staging => not_staging,
             };
             turns.blocked = true;
             drop(turns);
-            drop(own);
+            drop(freed);
             self.retry_soon();
             return false;
         }
@@ -279,8 +288,8 @@ impl LoadPump {
         self.watch_changed.notify_all();
     }
 
-    /// Wipes layers of chunks as soon as there is a slot of staging to do it with; `false` where
-    /// the load was given up.
+    /// Overwrites layers of chunks with zeros, as soon as there is a slot of staging to do it with;
+    /// `false` where the load was given up.
     pub(super) fn wipe(&self, load: &Arc<LoadInner>, wipes: Vec<(usize, Vec<usize>)>) -> bool {
         let mut turns = self.turns.lock();
         if load.is_given_up() {
@@ -292,8 +301,8 @@ impl LoadPump {
         true
     }
 
-    /// Forgets what waits to be wiped of a load that was given up; how many that were. Staging may
-    /// be gone for long.
+    /// Forgets the wipes that wait, of a load that was given up, and returns how many they were:
+    /// they would wait for staging, which may be taken for long.
     pub(super) fn forget_wipes(&self, load: &Arc<LoadInner>) -> usize {
         let mut turns = self.turns.lock();
         let before = turns.wipes.len();
@@ -310,7 +319,8 @@ impl LoadPump {
         turns.wipes.pop_front().map(|wipe| (wipe, buf))
     }
 
-    /// What is copied from memory next, with the staging that it is copied to.
+    /// The next part of a frame to be copied to an accelerator, with its load and the staging that
+    /// it is copied to.
     fn next_hit(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf, Buf)> {
         let (_, pool) = self.options.hits.as_ref()?;
         loop {
@@ -328,20 +338,20 @@ impl LoadPump {
             let mut turns = self.turns.lock();
             let Some((step, frame)) = next else {
                 if reads {
-                    enlisted(&mut turns.queue, &load);
+                    push_once(&mut turns.queue, &load);
                 }
                 drop(turns);
-                // After the lock: its hook kicks.
+                // After the lock: the hook of a freed slot kicks.
                 drop(slot);
                 continue;
             };
-            enlisted(&mut turns.hits, &load);
+            push_once(&mut turns.hits, &load);
             return Some((load, step, frame, slot));
         }
     }
 
-    /// The next read: its load, the memory that it goes to, and where that is not staging, the
-    /// staging that its bytes are copied to.
+    /// The next read: its load, the memory that it goes to, and, where that is a frame and the
+    /// device an accelerator, the staging that its bytes are copied to afterwards.
     fn next(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf, Option<Buf>)> {
         loop {
             let mut turns = self.turns.lock();
@@ -349,7 +359,7 @@ impl LoadPump {
             if turns.queue.is_empty() {
                 let spare = turns.spare.take();
                 drop(turns);
-                // After the lock: its hook kicks.
+                // After the lock: the hook of a freed slot kicks.
                 drop(spare);
                 return None;
             }
@@ -392,13 +402,13 @@ impl LoadPump {
                     self.retry_soon();
                     return None;
                 }
-                // Kept for the next load; given back above when there is none.
+                // For the next load; given back above where there is none.
                 _ => turns.spare = Some(buf),
             }
         }
     }
 
-    /// A read of `step` is over.
+    /// The read of `step` has ended, well or not.
     pub(super) fn read_ended(&self, step: &ReadStep, well: bool) {
         self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
         self.turns.lock().blocked = false;
@@ -408,17 +418,19 @@ impl LoadPump {
         }
     }
 
-    /// A scatter out of memory is over: something moves.
+    /// A scatter from the memory tier has ended, which counts as movement.
     pub(super) fn moved(&self) {
         self.watch.lock().moved = Instant::now();
     }
 
-    /// Counts a load that is over, before anybody is notified.
+    /// Counts a load that has finished. Called before anybody can learn that it has, so that its
+    /// caller finds it counted.
     pub(super) fn count(&self, result: &LoadResult, took: Duration) {
         self.stats.load_finished(result, took);
     }
 
-    /// A load is over: it is forgotten here, and those who depend on it are notified.
+    /// A load has finished: it leaves the pump, and stores and prefetches that wait for loads are
+    /// notified.
     pub(super) fn finished(&self, load: &LoadInner) {
         {
             let mut watch = self.watch.lock();
@@ -438,7 +450,7 @@ impl LoadPump {
         self.watch.lock().active.iter().filter(|l| !l.state.lock().finished).count()
     }
 
-    /// Slots of staging that reads or scatters hold or that hang.
+    /// Staging of loads.
     pub(in crate::pipeline) fn pool(&self) -> &Arc<StagingPool> {
         &self.pool
     }
@@ -448,7 +460,8 @@ impl LoadPump {
         self.options.memory.as_ref()
     }
 
-    /// Waits for the loads under way until `deadline`, then ends them; later loads are refused.
+    /// Waits for the loads under way until `deadline`, then ends them; later loads miss every
+    /// chunk.
     pub(in crate::pipeline) fn close(&self, deadline: Instant) {
         let left = {
             let mut watch = self.watch.lock();
@@ -475,8 +488,8 @@ impl LoadPump {
         while !(watch.closed && watch.active.is_empty()) {
             let now = Instant::now();
             let stalled = now >= watch.moved + stall;
-            // A load that was given up stays active until the device has left its memory, which
-            // nobody here waits for.
+            // A load that was given up stays active until the device has left its memory. There is
+            // nothing more to do for it here.
             let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
             let is_late = |l: &&Arc<LoadInner>| stalled || l.deadline.is_some_and(|d| d <= now);
             let late: Vec<_> = watch.active.iter().filter(waits).filter(is_late).cloned().collect();
@@ -507,7 +520,7 @@ impl LoadPump {
 
     fn attend(&self, late: Vec<Arc<LoadInner>>, retry: bool) {
         for load in late {
-            tracing::warn!("a load passed its deadline");
+            tracing::warn!("a load is given up: it passed its deadline, or nothing has moved for two I/O time-outs");
             load.end(MissCause::TimedOut);
         }
         if retry {
@@ -518,16 +531,17 @@ impl LoadPump {
     }
 }
 
-/// Puts a load at the end of a queue, once.
-fn enlisted(queue: &mut VecDeque<Arc<LoadInner>>, load: &Arc<LoadInner>) {
+/// Puts a load at the end of a queue that does not have it.
+fn push_once(queue: &mut VecDeque<Arc<LoadInner>>, load: &Arc<LoadInner>) {
     if !queue.iter().any(|other| Arc::ptr_eq(other, load)) {
         queue.push_back(Arc::clone(load));
     }
 }
 
-/// Where the chunks of a load lie beside the drive. What is in memory is found, and kept there,
-/// before frames are taken for the others, heads of the prefix first. What comes to an accelerator
-/// without passing through the host's memory does not come into memory.
+/// Where the chunks of a load lie beside the drive. First the chunks in the memory tier are found
+/// and kept there; then the others get frames, as far as there are any, the head of the prefix
+/// first. No frame for a chunk of which not all layers are wanted, or that goes from the drive to
+/// an accelerator without passing through host memory.
 fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec, for_accelerator: bool) -> Vec<ChunkMemory> {
     let (turn, layers) = (tier.turn(), spec.kv.layout().num_layers());
     let rank = |at: usize| Rank { turn, depth: Reverse(at as u32) };

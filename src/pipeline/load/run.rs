@@ -1,13 +1,14 @@
-//! What happens to one step of a load: read, scatter, check. Runs on the threads of the events:
-//! reads end on I/O threads, which hand over at once; scatters end on workers.
+//! What happens to one step of a load: read, scatter, check. Runs on the threads on which reads and
+//! scatters end: I/O threads, which give the scatter to the device at once, and the device's
+//! workers.
 //!
-//! Staging goes back before anything else is done with a step's outcome, so that the next read
-//! never waits for bookkeeping.
+//! Staging goes back before the bookkeeping of a step's result, so that the next read never waits
+//! for that.
 //!
-//! What does not verify lies in the server's memory by then, and is overwritten with zeros before
-//! the load is over: turned bits can be NaN, and attention multiplies tokens that it masks with
-//! zero, which a NaN survives. A load that is ended before it is over wipes nothing more: its
-//! memory is the caller's again.
+//! What does not verify has been scattered by then. It is overwritten with zeros ("wiped") before
+//! the load finishes: flipped bits can be NaN, and attention multiplies masked tokens by zero,
+//! which leaves a NaN a NaN. A load that is ended early wipes nothing more: its memory is the
+//! caller's again.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,8 +22,8 @@ use crate::pipeline::cause::MissCause;
 use crate::pipeline::seam::ChunkSource;
 
 impl LoadInner {
-    /// The read of `step` into `buf`, from where it is copied to `slot` if there is one; `None`
-    /// where the load has let its chunks go.
+    /// The read of `step` into `buf`, from where the bytes are copied to `slot` if there is one;
+    /// `None` where the load has finished and dropped its chunks.
     pub(super) fn request(
         self: &Arc<Self>,
         step: &ReadStep,
@@ -30,8 +31,8 @@ impl LoadInner {
         slot: Option<Buf>,
     ) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
-        let (load, told) = (Arc::clone(self), step.clone());
-        let done = Box::new(move |completion: Completion| load.read_done(told, completion, slot));
+        let (load, own_step) = (Arc::clone(self), step.clone());
+        let done = Box::new(move |completion: Completion| load.read_done(own_step, completion, slot));
         let request = source.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
         Some((source, request))
@@ -55,12 +56,13 @@ impl LoadInner {
         pump.kick();
     }
 
-    /// Copies the bytes of a step from memory to staging on the device, and scatters them.
+    /// Copies the bytes of a step from a frame to staging on the accelerator, and scatters them.
     pub(super) fn copy_in(self: &Arc<Self>, step: ReadStep, frame: Buf, slot: Buf) {
         let Some(mover) = self.pump.mover() else { return self.not_copied(&step, MissCause::Internal) };
         let (load, len) = (Arc::clone(self), frame.len());
         copy_buf(&**mover, (frame, slot), len, move |result, (frame, slot)| {
-            // Before it is judged: a frame is full once nobody has a part of it.
+            // Before the CRCs are compared: a frame can be published only once no part of it is
+            // held.
             drop(frame);
             match result {
                 Ok(()) if load.scatter(step.clone(), slot) || !step.in_memory => {}
@@ -69,8 +71,9 @@ impl LoadInner {
                     load.feed();
                 }
                 Err(e) => {
-                    tracing::debug!(chunk = step.chunk, error = %e, "a copy from memory failed");
-                    load.not_copied(&step, MissCause::of(&e));
+                    tracing::warn!(chunk = step.chunk, error = %e, "a copy from memory to the accelerator failed");
+                    // Not the error's own cause: the drive is not at fault, and its chunk is good.
+                    load.not_copied(&step, MissCause::Internal);
                 }
             }
         });
@@ -81,10 +84,13 @@ impl LoadInner {
             self.state.lock().end_in_memory();
         }
         self.fail(step.chunk, cause);
+        if step.in_memory {
+            self.feed();
+        }
     }
 
-    /// Scatters what is in memory, as far as its turn allows; what turns out not to be there any
-    /// more is read.
+    /// Scatters chunks from the memory tier, as many at once as a load may; what turns out not to
+    /// be there any more is read from the drive.
     pub(super) fn feed(self: &Arc<Self>) {
         if self.pump.enqueue_hits(self) {
             return;
@@ -106,7 +112,8 @@ impl LoadInner {
         }
     }
 
-    /// Whether there was anything to scatter.
+    /// Scatters the layers of `step` that are wanted. `false` where its chunk has failed meanwhile
+    /// or the load is over: then nothing is done.
     fn scatter(self: &Arc<Self>, step: ReadStep, staging: Buf) -> bool {
         let wanted = {
             let mut state = self.state.lock();
@@ -139,8 +146,8 @@ impl LoadInner {
         true
     }
 
-    /// Layers of a chunk, the extents of which lie in staging where `place` says of their place in
-    /// the slot.
+    /// The parts of a scatter of some layers of a chunk; `place` maps an offset in the slot to one
+    /// in staging.
     fn parts(&self, chunk: usize, layers: &[usize], place: impl Fn(u64) -> usize) -> Vec<Part> {
         let chunks = self.chunks.lock();
         let Some(chunk) = chunks.get(chunk) else { return Vec::new() };
@@ -196,9 +203,10 @@ impl LoadInner {
         }
     }
 
-    /// Why the chunk of a step is bad, if it is, by its header, the CRCs of what was scattered, and
-    /// whether that was all of it. What is wrong in the caller's memory is to be wiped, or, where
-    /// it came out of memory, to be read from the drive.
+    /// Why the chunk of a step is bad, if it is. `scattered` has the CRCs of its layers, and
+    /// whether all blocks of the plan were written; `header` what the header says, where the step
+    /// has it. Layers that do not verify are wiped, or, where they came from the memory tier, read
+    /// from the drive.
     fn judge(
         &self,
         step: &ReadStep,
@@ -216,8 +224,7 @@ impl LoadInner {
                 return Some(MissCause::Internal);
             }
         };
-        // Before it is judged: once it has verified, another scatter's end may be the end of the
-        // load.
+        // Before the comparison: once this has verified, another thread may finish the load.
         state.add_bytes(bytes);
         if is_whole {
             let extents = wanted.iter().copied().zip(crcs);
@@ -231,8 +238,8 @@ impl LoadInner {
             }
             return bad;
         }
-        // What was left out of the caller's memory does not verify, whatever was read: the load
-        // cannot end on it.
+        // Some blocks were skipped, so the layers are not whole in the caller's memory, whatever
+        // their CRCs say.
         state.wipe(step.chunk, wanted.to_vec());
         judge(&mut state, step.chunk, header, std::iter::empty()).or(Some(MissCause::Unmapped))
     }
@@ -247,7 +254,7 @@ impl LoadInner {
 
     /// Overwrites layers of a chunk in the caller's memory with zeros, by way of `staging`.
     pub(super) fn wipe(self: &Arc<Self>, (chunk, layers): (usize, Vec<usize>), staging: Buf) {
-        // The same zeros for all of them.
+        // All parts may lie at the same place in staging: it is only read as zeros.
         let parts = self.parts(chunk, &layers, |_| 0);
         let load = Arc::clone(self);
         self.pump.device().scatter(ScatterJob {
@@ -261,14 +268,14 @@ impl LoadInner {
             done: Box::new(move |out| {
                 drop(out.staging);
                 if let Some(e) = out.error {
-                    tracing::warn!(error = %e, chunk, "what did not verify stays in the server's memory");
+                    tracing::warn!(error = %e, chunk, "layers that did not verify could not be overwritten with zeros");
                 }
                 load.update(|state| state.wiped(1));
             }),
         });
     }
 
-    /// Fails one chunk and what follows it.
+    /// Fails a chunk: see [`LoadState::fail`].
     pub(super) fn fail(self: &Arc<Self>, chunk: usize, cause: MissCause) {
         let reported = self.report(chunk, cause);
         self.update(|state| {
@@ -277,9 +284,9 @@ impl LoadInner {
         });
     }
 
-    /// Tells the log of a bad chunk, before the caller can learn of it: a store that follows must
-    /// find the chunk gone. What a load has given up already is not reported again. Whether the
-    /// state counts a report that is over now.
+    /// Reports a bad chunk to the log before the caller can learn of it: a store that follows must
+    /// not find the chunk there. A chunk that has failed already is not reported again. Returns
+    /// whether a report was counted, to be given to [`LoadState::end_report`].
     fn report(&self, chunk: usize, cause: MissCause) -> bool {
         let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
         let Some(source) = source.filter(|_| self.state.lock().begin_report(chunk)) else { return false };
@@ -287,8 +294,8 @@ impl LoadInner {
         true
     }
 
-    /// Ends the whole load. Memory may be written until [`LoadInner::seal`] has returned, and the
-    /// load is over when the device has left it.
+    /// Ends the whole load. Its memory may be written until [`LoadInner::seal`] has returned. The
+    /// load finishes when the device has left that memory.
     pub(super) fn end(self: &Arc<Self>, cause: MissCause) {
         self.given_up.store(true, Ordering::Release);
         self.gate.begin_close();
@@ -302,7 +309,7 @@ impl LoadInner {
         });
     }
 
-    /// Whether it was ended before it was over.
+    /// Whether [`LoadInner::end`] was called.
     pub(super) fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }
@@ -313,8 +320,8 @@ impl LoadInner {
         self.update(|state| state.sealed = true);
     }
 
-    /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its
-    /// chunks' leases go.
+    /// Changes the state and wakes those who wait for it; a load that finishes by it leaves the
+    /// pump and drops its chunks, and with them their leases.
     fn update(self: &Arc<Self>, change: impl FnOnce(&mut LoadState)) {
         let mut change = Some(change);
         self.update_by(&mut |state| change.take().into_iter().for_each(|change| change(state)));
@@ -353,8 +360,8 @@ impl LoadInner {
     }
 }
 
-/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header
-/// says.
+/// Why the chunk is bad, if it is: its header is, or an extent has another CRC than the header
+/// says. What is wrong is given to [`LoadState::wipe`].
 fn judge(
     state: &mut LoadState,
     chunk: usize,

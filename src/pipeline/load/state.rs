@@ -2,20 +2,20 @@
 //! which have verified, which layers are ready, what failed.
 //!
 //! Invariants:
-//! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers
-//!   before it are ready, and no worker is inside a failed chunk's blocks any more, and what did
-//!   not verify in them is wiped (the server may use failed blocks as soon as they are reported).
-//!   On an accelerator it is ready when its scatters are among the device's work; verification
-//!   follows before the load finishes.
+//! - A layer is ready when all layers before it are, every extent of it has verified or belongs to
+//!   a failed chunk, no worker writes to a failed chunk's blocks any more, and what did not verify
+//!   there is overwritten with zeros ("wiped"): the server may use failed blocks as soon as they
+//!   are reported. On an accelerator a layer is ready when its scatters have been submitted to the
+//!   device; they are verified before the load finishes.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
-//! - Where layers do not matter, a damaged chunk is set aside and the others are read on: all that
-//!   is damaged is found by one load, so that what is computed instead can be stored again. The
-//!   prefix ends before the first of them once all are judged; until then nothing more is
-//!   published.
-//! - A CRC that comes before the header is kept and judged when the header has come.
-//! - Chunks that were in memory when the load began are asked for by a cursor of their own. Where
-//!   their bytes turn out damaged, these and all later ones of the chunk are read from the drive,
-//!   with its header.
+//! - Where a load does not go layer by layer, a damaged chunk is set aside and the others are still
+//!   read: so one load finds all that is damaged, and what is computed instead can be stored again.
+//!   The prefix ends before the first damaged chunk, once all others have verified; until then no
+//!   more layers become ready.
+//! - A CRC that comes before the header is kept, and compared when the header has come.
+//! - Chunks that were in the memory tier when the load began have a cursor of their own. Where a
+//!   layer of one turns out damaged, that layer and those not yet scattered are read from the
+//!   drive, with the chunk's header.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -32,12 +32,12 @@ use crate::pipeline::groups::GroupSpan;
 use crate::pipeline::order::LayerOrder;
 use crate::tier::{Filling, Hit};
 
-/// Chunks that a load reads together where layers do not matter: the head of the prefix is complete
-/// early, and reads are spread over the drive.
+/// Chunks that a load reads together where it does not go layer by layer: few, so that the head of
+/// the prefix is complete early, but enough to spread reads over the drive.
 const WHOLE_BATCH: usize = 8;
 
-/// Scatters out of memory that a load has under way at most: its other reads, and other loads, get
-/// their turn on the workers.
+/// Scatters from the memory tier that a load has under way at most, so that its reads, and other
+/// loads, get their turn on the workers.
 const MEMORY_AHEAD: usize = 8;
 
 /// Where a chunk of a load lies beside the drive.
@@ -46,9 +46,9 @@ pub(super) enum ChunkMemory {
     /// Nowhere.
     #[default]
     Not,
-    /// In memory.
+    /// In the memory tier.
     Hit(Hit),
-    /// What is read comes into memory.
+    /// It has a frame, into which it is read.
     Filling(Filling),
 }
 
@@ -56,12 +56,13 @@ pub(super) enum ChunkMemory {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ReadStep {
     pub(super) chunk: usize,
-    /// Layers that are read; of these, the ones in the chunk's plan are scattered.
+    /// Layers that are read; of these, the ones that the caller wants are scattered.
     pub(super) layers: Range<usize>,
+    /// The header is read with them.
     pub(super) header: bool,
-    /// The bytes are in memory.
+    /// The bytes lie in a frame already: nothing is read.
     pub(super) in_memory: bool,
-    /// They are read into the frame that the chunk comes into.
+    /// They are read into the chunk's frame.
     pub(super) framed: bool,
     pub(super) span: GroupSpan,
 }
@@ -71,70 +72,74 @@ struct LoadChunkState {
     layout: SlotLayout,
     /// Layers that the caller wants.
     wanted: Vec<bool>,
-    /// Of these, layers that have not verified.
+    /// Of the wanted layers, those that have not verified.
     missing: Vec<bool>,
     missing_count: usize,
-    /// Of the wanted layers, those whose scatter is not among the device's work.
+    /// Of the wanted layers, those whose scatter has not been submitted to the device.
     awaited: Vec<bool>,
     /// CRCs from the header.
     expected: Option<Vec<u32>>,
     /// Layer and CRC of extents that came before the header.
     early: Vec<(usize, u32)>,
-    /// Scatters that a worker has or will get.
+    /// Scatters that the device has and has not ended.
     scattering: usize,
+    /// The server's blocks that it goes to.
     blocks: Vec<u32>,
-    /// Why it was set aside.
+    /// Why it was set aside, if it was.
     damage: Option<MissCause>,
     memory: ChunkMemory,
-    /// It was in memory when the load began.
+    /// It was in the memory tier when the load began.
     from_memory: bool,
-    /// Layers that lie in the frame that is being filled, and have verified.
+    /// Layers that were read into the frame and whose CRCs have come.
     framed: usize,
-    /// Layers that came out of memory damaged and that no read has replaced yet.
+    /// Layers that came from the memory tier damaged and that no read has replaced yet.
     dirty: Vec<usize>,
 }
 
 pub(super) struct LoadState {
     chunks: Vec<LoadChunkState>,
-    /// Per layer: extents of living chunks that have not verified.
+    /// Per layer: extents that have not verified, of chunks that have neither failed nor been set
+    /// aside.
     remaining: Vec<usize>,
     /// Scatters that are to be submitted, and where those submitted end.
     order: LayerOrder,
     /// A layer is ready when its scatters are submitted, and not only when they have verified.
     by_order: bool,
+    /// Layers before it are ready.
     ready: usize,
     /// Chunks from here on have failed.
     first_failed: usize,
-    /// Damaged chunks are set aside until all others are judged.
+    /// Damaged chunks are set aside until all others have verified.
     judges_all: bool,
-    /// The first chunk that is set aside.
+    /// The first chunk that was set aside.
     first_damaged: Option<usize>,
     /// Scatters of failed chunks that may still write.
     busy_failed: usize,
     /// Chunks that are being reported as bad.
     reporting: usize,
-    /// What lies in the caller's memory and does not verify, or cannot any more, and nobody wipes
-    /// yet: chunks and layers.
+    /// Chunks and layers in the caller's memory that do not verify, or that no header will come
+    /// for, and whose wiping has not been asked for yet.
     wipes: Vec<(usize, Vec<usize>)>,
-    /// Of these, and of those that are being wiped, how many.
+    /// How many these are and those whose wiping is under way.
     wiping: usize,
-    /// No worker can be inside the caller's memory any more.
+    /// No worker can write to the caller's memory any more.
     pub(super) sealed: bool,
     pub(super) cancelled: bool,
     groups: Vec<Range<usize>>,
     /// Chunks that are read together, group by group.
     batch: usize,
-    /// Groups × chunks asked for so far.
+    /// How many reads, of all groups of all chunks, have been passed: see [`LoadState::place_of`].
     cursor: usize,
-    /// Reads that go first: those that could not be submitted, and those of what was damaged in
-    /// memory.
+    /// Reads that go first: those that could not be submitted, and those of chunks that the memory
+    /// tier does not have any more or has damaged.
     again: VecDeque<ReadStep>,
-    /// Chunks that were in memory when the load began.
+    /// Chunks that were in the memory tier when the load began.
     in_memory: usize,
-    /// As `cursor`, over the groups of these.
+    /// As `cursor`, for the chunks in the memory tier.
     memory_cursor: usize,
-    /// Scatters out of memory that are under way.
+    /// Scatters from the memory tier that are under way.
     from_memory: usize,
+    /// All that the caller asked for is among the chunks.
     complete: bool,
     result: LoadResult,
     pub(super) finished: bool,
@@ -147,7 +152,7 @@ pub(super) struct LoadState {
 
 impl LoadState {
     /// The state of a load that reads `groups`; `by_order` where the server's memory is an
-    /// accelerator's. `memory` says of the chunks where they lie beside the drive.
+    /// accelerator's. `memory` has for each chunk where it lies beside the drive.
     pub(super) fn new(
         spec: &LoadSpec,
         groups: Vec<Range<usize>>,
@@ -205,15 +210,15 @@ impl LoadState {
         state
     }
 
-    /// The read of one group of one chunk, with the header where that goes with the group; `None`
-    /// where none of its layers is wanted.
+    /// The read of one group of one chunk, with the header if `header` and the group is the first;
+    /// `None` where nothing of it is wanted.
     fn step(&self, chunk: usize, group: usize, header: bool) -> Option<ReadStep> {
         let state = self.chunks.get(chunk).filter(|c| c.missing_count > 0)?;
         let layers = self.groups.get(group)?.clone();
         let header = header && group == 0;
         let needed = |l: &usize| state.wanted.get(*l).copied().unwrap_or(false);
         let layers = match (layers.clone().find(needed), layers.clone().rfind(needed)) {
-            // The header lies before the first extent: what is between is read with it.
+            // One read has no gaps: it goes from the header to the last wanted layer.
             (Some(_), Some(last)) if header => layers.start..last + 1,
             (Some(first), Some(last)) => first..last + 1,
             _ if header => layers.start..layers.start,
@@ -231,7 +236,7 @@ impl LoadState {
         (first + at % width, at / width)
     }
 
-    /// The next read, or none for now or for ever.
+    /// The next read; `None` where there is none now.
     pub(super) fn next_step(&mut self) -> Option<ReadStep> {
         if self.finished {
             return None;
@@ -254,15 +259,15 @@ impl LoadState {
         None
     }
 
-    /// Of the chunks that something was wanted of, how many were in memory when the load began, and
-    /// how many there are.
+    /// Of the chunks that something is wanted of, how many were in the memory tier when the load
+    /// began, and how many there are.
     pub(super) fn memory_hits(&self) -> (usize, usize) {
         let wanted = || self.chunks.iter().filter(|c| c.wanted.iter().any(|wanted| *wanted));
         (wanted().filter(|c| c.from_memory).count(), wanted().count())
     }
 
-    /// The next scatter out of memory, with its bytes; none for now or for ever. On the way, what
-    /// is not in memory any more is asked of the drive.
+    /// The next scatter from the memory tier, with its bytes; `None` where there is none now. Steps
+    /// of chunks that the tier does not have any more become reads on the way.
     pub(super) fn next_in_memory(&mut self) -> Option<(ReadStep, Buf)> {
         while !self.finished
             && self.from_memory < MEMORY_AHEAD
@@ -288,12 +293,13 @@ impl LoadState {
         None
     }
 
-    /// A scatter out of memory is over, or was not begun.
+    /// A scatter from the memory tier has ended, or was not begun.
     pub(super) fn end_in_memory(&mut self) {
         self.from_memory -= 1;
     }
 
-    /// The part of a frame that is being filled with the layers that `step` reads.
+    /// The part of the chunk's frame that `step` reads into; `None` where the chunk has no frame
+    /// that is being filled.
     pub(super) fn frame_part(&self, step: &mut ReadStep) -> Option<Buf> {
         let part = match &self.chunks.get(step.chunk)?.memory {
             ChunkMemory::Filling(fill) if !step.layers.is_empty() => fill.part(step.span.frame_range()),
@@ -303,8 +309,8 @@ impl LoadState {
         part
     }
 
-    /// So many layers in the frame of a chunk have been judged; the chunk is in memory once all
-    /// have verified.
+    /// The CRCs of so many more layers in the chunk's frame have come; once all layers have
+    /// verified, the chunk is published in the memory tier.
     pub(super) fn framed(&mut self, chunk: usize, layers: usize) {
         let Some(state) = self.chunks.get_mut(chunk) else { return };
         state.framed += layers;
@@ -317,8 +323,8 @@ impl LoadState {
         }
     }
 
-    /// Layers of a chunk came out of memory with these CRCs. What is damaged is read from the
-    /// drive, unless the chunk is over: then it is wiped.
+    /// Layers of a chunk came from the memory tier and have these CRCs. Damaged ones are read from
+    /// the drive, or wiped where the chunk has failed.
     pub(super) fn came_from_memory(&mut self, chunk: usize, extents: impl Iterator<Item = (usize, u32)>) {
         let alive = self.is_alive(chunk);
         let mut bad = Vec::new();
@@ -338,7 +344,8 @@ impl LoadState {
         if alive { self.not_in_memory(chunk, bad) } else { self.wipe(chunk, bad) }
     }
 
-    /// Nothing more of a chunk is taken from memory; its `dirty` layers are read again.
+    /// No more of a chunk is taken from the memory tier; its `dirty` layers are read from the
+    /// drive.
     fn not_in_memory(&mut self, chunk: usize, dirty: Vec<usize>) {
         let Some(state) = self.chunks.get_mut(chunk) else { return };
         if let ChunkMemory::Hit(hit) = std::mem::take(&mut state.memory) {
@@ -351,8 +358,8 @@ impl LoadState {
         state.dirty.extend(dirty);
     }
 
-    /// Frames are nobody's any more.
-    fn let_memory_go(&mut self) {
+    /// Gives all frames back.
+    fn release_frames(&mut self) {
         self.chunks.iter_mut().for_each(|chunk| chunk.memory = ChunkMemory::Not);
     }
 
@@ -378,13 +385,13 @@ impl LoadState {
         }
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
             chunk.scattering += 1;
-            // What comes of them is this scatter's now.
+            // This scatter replaces them, or wipes them where it does not verify.
             chunk.dirty.retain(|layer| !step.layers.contains(layer));
         }
         true
     }
 
-    /// A scatter that [`LoadState::begin_scatter`] counted has left the caller's memory.
+    /// A scatter that [`LoadState::begin_scatter`] counted has ended: it does not write any more.
     pub(super) fn end_scatter(&mut self, step: &ReadStep) {
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
             chunk.scattering -= 1;
@@ -394,8 +401,8 @@ impl LoadState {
         }
     }
 
-    /// The scatter of `layers` of a chunk is among the device's work, or over; where known, it ends
-    /// at `fence`.
+    /// The scatter of `layers` of a chunk has been submitted to the device, or is over; it ends at
+    /// `fence`, where there is one.
     pub(super) fn submitted(&mut self, chunk: usize, layers: &[usize], fence: Option<&Fence>) {
         let alive = self.is_alive(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return };
@@ -423,17 +430,16 @@ impl LoadState {
         step.layers.clone().filter(|&l| chunk.wanted.get(l).copied().unwrap_or(false)).collect()
     }
 
-    /// The CRCs in the header of `chunk`; `false` where an extent that came earlier should have
-    /// another.
+    /// The header of `chunk` has these CRCs; `false` where an extent that came earlier has another.
     pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> bool {
         let Some(state) = self.chunks.get_mut(chunk) else { return true };
         state.expected = Some(crcs);
         let early = std::mem::take(&mut state.early);
-        // Each of them: all that are wrong are wiped.
+        // Not `all`, which stops at the first wrong one: every wrong extent must be wiped.
         early.into_iter().filter(|(layer, crc)| !self.extent_came(chunk, *layer, *crc)).count() == 0
     }
 
-    /// An extent was scattered and has this CRC; `false` where it should have another.
+    /// An extent was scattered and has this CRC; `false` where the header says another.
     pub(super) fn extent_came(&mut self, chunk: usize, layer: usize, crc: u32) -> bool {
         let alive = self.is_alive(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return true };
@@ -466,8 +472,8 @@ impl LoadState {
         }
     }
 
-    /// Whether a chunk that turned out bad was not reported yet; counts the report, until whose end
-    /// nothing is published.
+    /// Whether a chunk that turned out bad is still to be reported. If so, no layer becomes ready
+    /// until [`LoadState::end_report`].
     pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
         let is_first = !self.finished && self.is_alive(chunk);
         self.reporting += usize::from(is_first);
@@ -478,8 +484,8 @@ impl LoadState {
         self.reporting -= usize::from(begun);
     }
 
-    /// These layers of a chunk must not stay in the caller's memory as they are. Nothing is
-    /// published until they are wiped.
+    /// These layers of a chunk must not stay in the caller's memory as they are: no layer becomes
+    /// ready until they are wiped.
     pub(super) fn wipe(&mut self, chunk: usize, layers: Vec<usize>) {
         if !layers.is_empty() {
             self.wiping += 1;
@@ -487,12 +493,13 @@ impl LoadState {
         }
     }
 
-    /// What nobody wipes yet; of each, the caller says when it [is wiped](LoadState::wiped).
+    /// Takes the wipes that are to be started; the caller calls [`LoadState::wiped`] for each of
+    /// them.
     pub(super) fn take_wipes(&mut self) -> Vec<(usize, Vec<usize>)> {
         std::mem::take(&mut self.wipes)
     }
 
-    /// So many were wiped, or cannot be.
+    /// So many wipes are over, whether they succeeded or not.
     pub(super) fn wiped(&mut self, count: usize) {
         self.wiping -= count;
     }
@@ -506,8 +513,9 @@ impl LoadState {
         self.result.bytes += bytes;
     }
 
-    /// Fails `chunk` for `cause` and all after it as without a prefix, or sets it aside. Nothing
-    /// where it has failed before.
+    /// Fails `chunk` for `cause`, and all after it because their prefix is missing; or sets it
+    /// aside, where it is damaged and the others are still to be read. Does nothing where it has
+    /// failed before.
     pub(super) fn fail(&mut self, chunk: usize, cause: MissCause) {
         if self.finished || chunk >= self.first_failed {
             return;
@@ -519,7 +527,7 @@ impl LoadState {
         }
     }
 
-    /// Nothing of a damaged chunk is waited for any more.
+    /// Stops waiting for a damaged chunk.
     fn set_aside(&mut self, chunk: usize, cause: MissCause) {
         let Some(state) = self.chunks.get_mut(chunk).filter(|c| c.damage.is_none()) else { return };
         state.damage = Some(cause);
@@ -527,7 +535,8 @@ impl LoadState {
         self.forget(chunk);
     }
 
-    /// Layers do not wait for `chunk` any more, and nobody for its header.
+    /// Layers do not wait for `chunk` any more. What of it lies in the caller's memory without
+    /// having verified is wiped.
     fn forget(&mut self, chunk: usize) {
         let Some(state) = self.chunks.get_mut(chunk) else { return };
         let mut unjudged: Vec<usize> = std::mem::take(&mut state.early).into_iter().map(|(layer, _)| layer).collect();
@@ -544,7 +553,7 @@ impl LoadState {
 
     fn fail_from(&mut self, chunk: usize, cause: MissCause) {
         let end = std::mem::replace(&mut self.first_failed, chunk);
-        // What ends the whole load is the cause of every chunk that it cost.
+        // These keep later chunks from coming too, so they are the cause for all of them.
         let whole = matches!(cause, MissCause::Cancelled | MissCause::TimedOut | MissCause::Closed);
         let rest = if whole { cause } else { MissCause::Prefix };
         for at in chunk..end {
@@ -567,7 +576,8 @@ impl LoadState {
         }
     }
 
-    /// Moves on what is ready; `true` where the caller must be woken.
+    /// Finds out which layers are ready now and whether the load has finished; `true` where that
+    /// has changed and waiting threads must be woken.
     pub(super) fn publish(&mut self) -> bool {
         if self.finished {
             return false;
@@ -591,7 +601,7 @@ impl LoadState {
             self.result.failed_blocks.sort_unstable();
             self.result.failed_blocks.dedup();
             self.result.cancelled = self.cancelled;
-            self.let_memory_go();
+            self.release_frames();
         }
         self.finished || self.ready > before
     }
@@ -609,7 +619,7 @@ impl LoadState {
         &self.result
     }
 
-    /// Whether everything that was asked for has verified; none while that is open.
+    /// Whether everything that was asked for has verified; `None` while that is not known.
     pub(super) fn verified(&self) -> Option<bool> {
         if self.first_failed < self.chunks.len() || self.first_damaged.is_some() || self.cancelled || !self.complete {
             return Some(false);
@@ -621,7 +631,8 @@ impl LoadState {
 impl ReadStep {
     /// A read of layers of a chunk from its drive.
     fn new(state: &LoadChunkState, chunk: usize, layers: Range<usize>, header: bool) -> Option<Self> {
-        Some(Self { chunk, span: GroupSpan::of(&state.layout, &layers, header)?, layers, header, in_memory: false, framed: false })
+        let span = GroupSpan::of(&state.layout, &layers, header)?;
+        Some(Self { chunk, span, layers, header, in_memory: false, framed: false })
     }
 }
 

@@ -2,7 +2,10 @@
 //!
 //! The caller says which layers are computed; the rest happens on its own. Only [`Store::release`]
 //! and the calls named `wait` block. What staging, queues or the drive cannot take is shed and
-//! counted, unless the caller chose [`Backpressure::Wait`].
+//! counted: at once, or after the patience that [`Backpressure`] says.
+//!
+//! The files: `state` (bookkeeping of one store), `run` (what is done with one gather and write),
+//! `pump` (the store thread).
 
 use std::fmt;
 use std::future::Future;
@@ -31,7 +34,8 @@ use state::StoreState;
 
 /// A chunk to store.
 pub struct StoreChunk {
-    /// Layout of its slot without a codec; the slot that is opened says with which one.
+    /// Layout of its slot without a codec. The slot that is opened may have one with a codec, which
+    /// holds then.
     pub layout: SlotLayout,
     /// Tokens that it holds.
     pub tokens: u32,
@@ -46,14 +50,14 @@ pub struct StoreChunk {
 /// What happens to a store when staging is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backpressure {
-    /// What finds no staging while nothing moves for this long, or no slot to be written to, is
-    /// shed, so that the server's blocks come free.
+    /// Chunks are shed, so that the server's blocks come free, when they have waited this long for
+    /// staging while nothing moved, or for a slot to be written to.
     Shed {
         /// Patience; zero sheds at once.
         patience: Duration,
     },
-    /// It waits for staging, and for some seconds for reclaim to make room; only when nothing moves
-    /// for two I/O time-outs it is shed all the same.
+    /// Chunks wait for staging until nothing has moved for two I/O time-outs, and for a slot for
+    /// five seconds, in which reclaim may make room. Then they are shed.
     Wait,
 }
 
@@ -90,10 +94,9 @@ pub type FindChunks = Box<dyn FnOnce() -> Result<StorePlan> + Send>;
 pub enum StoreChunks {
     /// They are known.
     Known(StorePlan),
-    /// The store thread finds them, for callers that are in a hurry: nothing may depend on when
-    /// that is.
+    /// The store thread finds them, to save the caller that time. When it does so must not matter.
     Later {
-        /// What is counted as shed where the store is given up before they are found.
+        /// How many chunks count as shed where the store is given up before they are found.
         at_most: usize,
         /// Finds them; an error sheds them all.
         find: FindChunks,
@@ -106,14 +109,15 @@ pub struct StoreSpec {
     pub kv: Arc<PagedKv>,
     /// The chunks, or how they are found.
     pub chunks: StoreChunks,
-    /// Loads that the KV was computed from: nothing is published before all have verified, or at
-    /// all if one does not.
+    /// Loads that the KV was computed from: nothing is published before all have verified, and
+    /// nothing at all where one does not.
     pub depends_on: Vec<LoadTicket>,
     /// What happens when staging is taken.
     pub backpressure: Backpressure,
     /// When the store gives up what is not committed.
     pub deadline: Option<Instant>,
-    /// A layer is gathered soon after it was given; otherwise more of a chunk is moved at once.
+    /// Layers are gathered and written in small groups, soon after they were announced; otherwise
+    /// more of a chunk is moved at once.
     pub layerwise: bool,
     /// Whether all layers are computed; otherwise the caller says so, layer by layer or of all at
     /// once.
@@ -125,9 +129,9 @@ pub struct StoreSpec {
 pub struct StoreResult {
     /// Chunks stored.
     pub stored: usize,
-    /// Tokens of them.
+    /// Tokens of the chunks stored.
     pub tokens: usize,
-    /// Payload bytes of them.
+    /// Payload bytes of the chunks stored.
     pub bytes: u64,
     /// Chunks that were stored, or being stored, already.
     pub already_there: usize,
@@ -153,8 +157,8 @@ impl StoreResult {
     }
 }
 
-/// What others than the store's threads look at again and again, for which they must not wait: the
-/// state that was left last.
+/// Parts of a [`StoreState`] that are read often, by threads that must not wait for its lock. They
+/// are copied from it at the end of each [`StoreInner::update`].
 struct Glance {
     finished: AtomicBool,
     /// Nothing of the caller's memory is read any more.
@@ -180,7 +184,7 @@ impl Glance {
     }
 }
 
-/// The part of a store that its threads share.
+/// A store, as its handle, the store thread and the threads of its gathers and writes share it.
 pub(super) struct StoreInner {
     kv: Arc<PagedKv>,
     gate: Arc<Gate>,
@@ -188,11 +192,12 @@ pub(super) struct StoreInner {
     backpressure: Backpressure,
     deadline: Option<Instant>,
     started: Instant,
-    /// Its turn in the memory tier.
+    /// Its number among the loads and stores of the memory tier: frames that were used later rank
+    /// higher.
     turn: u64,
-    /// How its chunks are found, until they are.
+    /// Finds its chunks; `None` once it is called.
     unplanned: Mutex<Option<FindChunks>>,
-    /// Since when it waits for a slot to write to.
+    /// Since when it waits for a slot to write to, if it does.
     no_room_since: Mutex<Option<Instant>>,
     state: Mutex<StoreState>,
     glance: Glance,
@@ -219,7 +224,7 @@ impl Store {
     }
 
     /// Layer `layer` is computed by what was submitted to `stream` until now: its tokens are read
-    /// after that. Returns at once. Nothing where the stream is being captured into a graph.
+    /// after that. Returns at once. Does nothing while the stream is being captured into a graph.
     ///
     /// # Errors
     /// As [`Store::layer`], and what the driver says.
@@ -238,7 +243,7 @@ impl Store {
         Ok(())
     }
 
-    /// As [`Store::layer_on`], for all layers that were not given.
+    /// As [`Store::layer_on`], for all layers that were not announced.
     ///
     /// # Errors
     /// What the driver says.
@@ -255,8 +260,8 @@ impl Store {
         self.inner.pump.notify();
     }
 
-    /// Whether the caller may change its blocks of all layers up to `layer`. Does not wait, but
-    /// asks for their gather.
+    /// Whether the caller may change its blocks of all layers up to `layer`. Does not wait, but has
+    /// them gathered without waiting for larger groups.
     #[must_use]
     pub fn gathered(&self, layer: usize) -> bool {
         let mut state = self.inner.state.lock();
@@ -268,15 +273,14 @@ impl Store {
         done
     }
 
-    /// Whether the caller may change its blocks of all layers. Waits for nobody, and asks for
-    /// nothing.
+    /// Whether the caller may change its blocks of all layers. Takes no lock and changes nothing.
     #[must_use]
     pub fn is_gathered(&self) -> bool {
         self.inner.glance.gathered.load(Ordering::Acquire)
     }
 
-    /// Waits until the caller may change its blocks of all layers up to `layer`: for staging, as
-    /// the store's [`Backpressure`] says. [`Store::release`] does not wait for staging.
+    /// Waits until the caller may change its blocks of all layers up to `layer`. That includes
+    /// waiting for staging, as the store's [`Backpressure`] says; [`Store::release`] does not.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where not all these layers are computed.
@@ -288,7 +292,7 @@ impl Store {
         Ok(())
     }
 
-    /// Asks for the gather of the layers up to `layer` without waiting for larger groups.
+    /// Has the layers up to `layer` gathered without waiting for larger groups.
     fn force(&self, layer: usize) -> Result<MutexGuard<'_, StoreState>> {
         let mut state = self.inner.state.lock();
         if !state.is_ready(layer) && !state.finished {
@@ -303,8 +307,9 @@ impl Store {
     }
 
     /// Makes what is submitted to `stream` from now on wait until the caller may change its blocks
-    /// of all layers up to `layer`. On an accelerator this blocks the host only until their
-    /// gathers are among the device's work: for staging, as the store's [`Backpressure`] says.
+    /// of all layers up to `layer`. On an accelerator this blocks the host only until their gathers
+    /// are submitted to the device. That includes waiting for staging, as the store's
+    /// [`Backpressure`] says.
     ///
     /// # Errors
     /// As [`Store::wait_gathered`], and what the driver says.
@@ -328,14 +333,14 @@ impl Store {
     }
 
     /// Gives the caller its blocks back now: chunks that were not gathered completely are shed.
-    /// Waits on the host for microseconds, on an accelerator until the gathers that were
-    /// submitted already are over.
+    /// Waits, on the host for microseconds, on an accelerator until the gathers that were submitted
+    /// already are over.
     pub fn release(&self) {
         self.inner.release(ShedCause::Cancelled);
     }
 
     /// Waits until every chunk is stored, found to be there already, or shed. All layers must have
-    /// been given, here or from another thread.
+    /// been announced, or be announced by another thread.
     #[must_use]
     pub fn wait(&self) -> StoreResult {
         let mut state = self.inner.state.lock();
@@ -358,8 +363,8 @@ impl Store {
         Some(state.result().clone())
     }
 
-    /// What the store achieved, as the [`Future`] gives it, for callers that share the handle: the
-    /// last waker is woken.
+    /// What the store achieved, as the [`Future`] gives it, for callers that share the handle: only
+    /// the waker that came last is woken.
     pub fn poll_result(&self, cx: &Context<'_>) -> Poll<StoreResult> {
         let mut state = self.inner.state.lock();
         if state.finished {
@@ -369,7 +374,7 @@ impl Store {
         Poll::Pending
     }
 
-    /// Whether the store is over. Waits for nobody.
+    /// Whether the store is over. Takes no lock.
     #[must_use]
     pub fn is_finished(&self) -> bool {
         self.inner.glance.finished.load(Ordering::Acquire)

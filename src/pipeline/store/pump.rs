@@ -1,13 +1,14 @@
-//! The store thread: what opens slots, hands out staging, commits, and watches deadlines. Stores
-//! are served in the order of their arrival, so that the first one's blocks come free first.
+//! The store thread, of all stores of an engine: it opens slots, hands out staging, starts commits,
+//! and watches deadlines. Stores are served in the order of their arrival, so that the first one's
+//! blocks come free first.
 //!
 //! Invariants:
 //! - The thread never waits for the caller, and waits for the drive only in what the log does to
 //!   open a slot.
 //! - Every event that could let it go on notifies it.
-//! - What can be found out here, whenever that is, is not found out on the caller's thread: between
-//!   its steps a server waits for every microsecond. What must be decided in the order of the calls
-//!   is not.
+//! - Work that may be done at any time is done here and not on the caller's thread, where a server
+//!   would wait for it between its steps. What must be decided in the order of the calls is decided
+//!   there.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -28,13 +29,14 @@ use crate::pipeline::groups::min_slot_bytes;
 use crate::pipeline::{PipelineOptions, PipelineStats};
 use crate::tier::MemoryTier;
 
-/// How often a full I/O queue is tried again.
+/// How long to wait before a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
-/// How often a log without room is asked again.
+/// How long to wait before a log without room is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
-/// How long a store that waits for staging waits for room.
+/// How long a store waits at most for a slot to write to, whatever its [`Backpressure`].
 const ROOM_PATIENCE: Duration = Duration::from_secs(5);
-/// Nothing moved for this many I/O time-outs: what waits is given up, whatever its patience.
+/// When nothing has moved for this many I/O time-outs, chunks that wait for staging are shed,
+/// whatever their store's [`Backpressure`].
 const STALLED_TIMEOUTS: u32 = 2;
 
 pub(in crate::pipeline) struct StorePump {
@@ -49,23 +51,27 @@ pub(in crate::pipeline) struct StorePump {
 }
 
 struct PumpShared {
+    /// Stores that are not over, in the order of their arrival.
     stores: Vec<Arc<StoreInner>>,
     retries: Vec<Retry>,
+    /// Something has changed since the store thread last looked.
     dirty: bool,
+    /// When a gather was last submitted or a write last ended well.
     moved: Instant,
     closed: bool,
 }
 
 impl PumpShared {
-    /// Whether a store that is `listed` with so many bytes, or is to be with `new` ones, makes too
-    /// many wait; alone it does not.
+    /// Whether the stores have more bytes to gather than may wait, with `new` bytes that are to
+    /// come. `listed` are those of the store in question that are counted already: a store without
+    /// others beside it is never too much.
     fn is_too_much(&self, listed: u64, new: u64, options: &PipelineOptions) -> bool {
         let bytes = self.stores.iter().map(|store| store.glance.ungathered_bytes.load(Ordering::Relaxed)).sum::<u64>();
         bytes > listed && bytes + new > options.max_store_bytes
     }
 }
 
-/// What some store waits for without an event.
+/// What some store waits for that no event announces, or that is given up after some time.
 #[derive(Clone, Copy, Default)]
 struct Waits {
     for_staging: bool,
@@ -113,8 +119,8 @@ impl StorePump {
         &self.device
     }
 
-    /// The point that `stream` has reached, where the device has streams; none at all while it is
-    /// being captured.
+    /// A fence behind what was submitted to `stream` until now: `Some(None)` on the host, which
+    /// needs none, and `None` while the stream is being captured into a graph.
     pub(super) fn point_of(&self, stream: Stream) -> Result<Option<Option<Fence>>> {
         if self.device.place() == MemorySpace::Host {
             return Ok(Some(None));
@@ -134,7 +140,7 @@ impl StorePump {
         self.options.io_timeout
     }
 
-    /// The copies between the host's memory and the device's, where that is another.
+    /// What copies between the host's memory and an accelerator's; `None` on the host device.
     pub(super) fn mover(&self) -> Option<&Arc<dyn Mover>> {
         self.options.hits.as_ref().map(|(mover, _)| mover)
     }
@@ -158,8 +164,8 @@ impl StorePump {
         store
     }
 
-    /// As [`StorePump::start`] for each of `specs`: waking a thread costs more than all else that
-    /// is done here.
+    /// As [`StorePump::start`] for each of `specs`, but wakes the store thread once, which costs
+    /// more than all else that is done here.
     pub(in crate::pipeline) fn start_all(self: &Arc<Self>, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
         let stores = specs.into_iter().map(|spec| self.prepare(spec)).collect();
         self.notify();
@@ -234,8 +240,8 @@ impl StorePump {
         Ok(())
     }
 
-    /// Finds the chunks of a store where its caller left that to this thread, and sheds them where
-    /// too much waits already.
+    /// Finds the chunks of a store where that was left to this thread, and sheds them where too
+    /// many bytes wait already.
     fn plan(&self, store: &StoreInner) {
         let Some(find) = store.unplanned.lock().take() else { return };
         if store.glance.finished.load(Ordering::Acquire) {
@@ -280,7 +286,7 @@ impl StorePump {
         }
     }
 
-    /// Something moved: the drive or the workers are alive.
+    /// A gather was submitted or a write has ended well, so waiting for staging is not in vain.
     pub(super) fn moved(&self) {
         self.shared.lock().moved = Instant::now();
     }
@@ -300,7 +306,8 @@ impl StorePump {
         }
     }
 
-    /// Counts a store that is over, before anybody is notified.
+    /// Counts a store that is over. Called before anybody can learn that it is, so that its caller
+    /// finds it counted.
     pub(super) fn count(&self, result: &StoreResult, took: Duration) {
         self.stats.store_finished(result, took);
     }
@@ -355,7 +362,7 @@ impl StorePump {
         }
     }
 
-    /// One round over all stores, and what they wait for.
+    /// Does what can be done for each store, and returns what they wait for.
     fn pass(&self, stores: &[Arc<StoreInner>]) -> Waits {
         let mut waits = Waits::default();
         for store in stores {
@@ -368,7 +375,7 @@ impl StorePump {
                     Pause::NoStaging => waits.for_staging = true,
                     Pause::NoRoom => {
                         waits.for_room = true;
-                        self.shed_homeless(store);
+                        self.shed_without_room(store);
                     }
                     Pause::Idle => {}
                 }
@@ -376,12 +383,13 @@ impl StorePump {
             store.commit();
         }
         if waits.for_staging {
-            self.shed_starved(stores);
+            self.shed_without_staging(stores);
         }
         waits
     }
 
-    fn shed_homeless(&self, store: &StoreInner) {
+    /// Sheds the chunks of a store without a slot, when it has waited long enough for one.
+    fn shed_without_room(&self, store: &StoreInner) {
         let since = *store.no_room_since.lock().get_or_insert_with(Instant::now);
         let patience = match store.backpressure {
             Backpressure::Shed { patience } => patience,
@@ -392,7 +400,8 @@ impl StorePump {
         }
     }
 
-    fn shed_starved(&self, stores: &[Arc<StoreInner>]) {
+    /// Sheds what waits for staging, of stores whose patience is over.
+    fn shed_without_staging(&self, stores: &[Arc<StoreInner>]) {
         let moved = self.shared.lock().moved;
         let still = moved.elapsed();
         for store in stores {
@@ -402,6 +411,7 @@ impl StorePump {
         }
     }
 
+    /// How long a store waits for staging while nothing moves.
     fn patience(&self, backpressure: Backpressure) -> Duration {
         let most = self.options.io_timeout * STALLED_TIMEOUTS;
         match backpressure {
@@ -410,10 +420,12 @@ impl StorePump {
         }
     }
 
+    /// When the thread must look again without having been notified. A moment that has passed makes
+    /// it look at once, so only stores count for which it will do something then.
     fn wake_at(&self, shared: &PumpShared, waits: Waits) -> Option<Instant> {
-        let deadlines = shared.stores.iter().filter_map(|s| s.deadline);
-        let patience =
-            shared.stores.iter().filter(|_| waits.for_staging).map(|s| shared.moved + self.patience(s.backpressure));
+        let deadlines = shared.stores.iter().filter_map(|s| s.deadline.filter(|_| !s.state.lock().only_commits()));
+        let starved = |s: &&Arc<StoreInner>| waits.for_staging && s.state.lock().wants_staging();
+        let patience = shared.stores.iter().filter(starved).map(|s| shared.moved + self.patience(s.backpressure));
         let retry = (!shared.retries.is_empty()).then(|| Instant::now() + RETRY);
         let room = waits.for_room.then(|| Instant::now() + ASK_AGAIN);
         deadlines.chain(patience).chain(retry).chain(room).min()

@@ -21,10 +21,10 @@ pub(super) struct Retry {
     request: Box<Request>,
 }
 
-/// Why a store does nothing more for now.
+/// Why [`StoreInner::advance`] has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pause {
-    /// Everything that can be done is under way.
+    /// There is nothing to do until something changes.
     Idle,
     /// It waits for staging.
     NoStaging,
@@ -33,8 +33,8 @@ pub(super) enum Pause {
 }
 
 impl StoreInner {
-    /// Submits gathers as long as there is something to gather and staging; opens slots on the way.
-    /// Store thread only.
+    /// Opens slots and submits gathers, as long as there is something to gather and staging for it.
+    /// Only for the store thread.
     pub(super) fn advance(self: &Arc<Self>) -> Pause {
         loop {
             let next = self.state.lock().next();
@@ -51,7 +51,8 @@ impl StoreInner {
                     *self.no_room_since.lock() = None;
                 }
                 NextStep::Gather(step, frame) => {
-                    // What an accelerator gathers lies in its own memory first.
+                    // The host gathers straight into the frame, an accelerator into staging in its
+                    // memory, from where it is copied to the frame.
                     let (buf, frame) = match frame {
                         Some(frame) if self.pump.mover().is_none() => (Some(frame), None),
                         frame => (self.pump.pool().try_take(), frame),
@@ -110,7 +111,7 @@ impl StoreInner {
         let mut misfitting = None;
         let mut sink = None;
         self.update(|state| {
-            // Staging lies in a region, frames do not.
+            // Buffers of the staging pool lie in a region, parts of frames do not.
             if frame.is_some() || out.staging.region().is_none() {
                 state.gathered_into(&step, frame.as_ref().unwrap_or(&out.staging));
             }
@@ -146,8 +147,8 @@ impl StoreInner {
     }
 
     fn write_from(self: &Arc<Self>, step: StoreStep, sink: Arc<dyn ChunkSink>, buf: Buf) {
-        let (store, told) = (Arc::clone(self), step.clone());
-        let done = Box::new(move |completion: Completion| store.write_done(&told, completion));
+        let (store, own_step) = (Arc::clone(self), step.clone());
+        let done = Box::new(move |completion: Completion| store.write_done(&own_step, completion));
         let request = sink.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
         self.write(step, sink, request);
@@ -164,7 +165,8 @@ impl StoreInner {
     }
 
     fn write_done(&self, step: &StoreStep, Completion { result, buf, .. }: Completion) {
-        // Before it counts: once the last write has, the frame is full and nobody's to write.
+        // Before it is counted: after the last write the frame is published, which it can be only
+        // once no part of it is held.
         drop(buf);
         self.update(|state| match &result {
             Ok(()) => state.written(step),
@@ -179,7 +181,8 @@ impl StoreInner {
         self.pump.notify();
     }
 
-    /// Commits what is complete, if the loads it depends on allow it. Store thread only.
+    /// Commits the chunks that are written, once all loads that the store depends on have verified.
+    /// Only for the store thread.
     pub(super) fn commit(self: &Arc<Self>) {
         let verified: Vec<_> = self.depends_on.iter().map(|t| t.verified()).collect();
         if verified.contains(&Some(false)) {
@@ -202,7 +205,8 @@ impl StoreInner {
         }
     }
 
-    /// Takes the caller's memory back; what was gathered completely goes on.
+    /// Sheds, for `cause`, the chunks that were not gathered completely, and returns when the
+    /// caller's memory is not read any more. The others go on.
     pub(super) fn release(&self, cause: ShedCause) {
         if self.glance.finished.load(Ordering::Acquire) {
             return self.gate.close();
@@ -213,8 +217,8 @@ impl StoreInner {
         self.pump.notify();
     }
 
-    /// Ends the store but for commits under way. What is read of the caller's memory after that
-    /// goes nowhere; who waits for the blocks waits for the device to have left them.
+    /// Ends the store but for commits under way. Gathers that the device has may still read the
+    /// caller's memory, and are thrown away; [`StoreInner::seal`] waits for them.
     pub(super) fn end(&self, cause: ShedCause) {
         self.gate.begin_close();
         self.update(|state| state.shed_uncommitted(cause));
@@ -225,7 +229,8 @@ impl StoreInner {
         self.gate.close();
     }
 
-    /// Changes the state and wakes who waits for that.
+    /// Changes the state and wakes those who wait for it; a store that is over by it leaves the
+    /// pump.
     pub(super) fn update(&self, change: impl FnOnce(&mut super::StoreState)) {
         let (waker, finished, leftovers) = {
             let mut state = self.state.lock();
@@ -250,7 +255,7 @@ impl StoreInner {
 }
 
 impl Retry {
-    /// Tries again.
+    /// Submits the write again.
     pub(super) fn again(self) {
         self.store.write(self.step, self.sink, *self.request);
     }

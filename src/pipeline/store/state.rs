@@ -2,15 +2,16 @@
 //! gathered, written, and which chunks are committed or shed.
 //!
 //! Invariants:
+//! - A chunk is *over* when it is committed, shed, or found to be stored already.
 //! - A layer counts as gathered when every extent of it was gathered or belongs to a chunk that is
-//!   over, and no worker reads for a chunk that is over any more: the server may use its blocks
-//!   then.
-//! - When a chunk is shed, chunks after it that were not opened yet are shed too: without their
+//!   over, and no gather of such a chunk is under way any more: then the server may change its
+//!   blocks.
+//! - When a chunk is shed, chunks after it whose slots are not open yet are shed too: without their
 //!   prefix they are of no use.
 //! - A chunk is committed once, when all its extents were written in full.
-//! - A chunk that does not fit its codec is begun again, unless the caller was told that some of
-//!   its layers are gathered: they may be overwritten by then. What was under way of the first
-//!   attempt counts as that of a chunk that is over.
+//! - A chunk that does not fit its codec is begun again without, unless the caller has been told
+//!   that some layers are gathered: it may have changed them since. Gathers of the first attempt
+//!   count like those of a chunk that is over.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ use crate::tier::Filling;
 #[derive(Clone, Debug)]
 pub(super) struct StoreStep {
     pub(super) chunk: usize,
-    /// How often the chunk had been begun again.
+    /// That of the chunk when the step was made. If the chunk has another by now, the step is void.
     attempt: u32,
     pub(super) layers: Range<usize>,
     pub(super) span: GroupSpan,
@@ -66,44 +67,51 @@ struct StoreChunkState {
     /// Layers before it have been given to a gather.
     next: usize,
     gathered: Vec<bool>,
-    /// Layers whose gather is not among the device's work.
+    /// Layers whose gather has not been submitted.
     awaited: Vec<bool>,
+    /// Gathers that have not ended.
     gathering: usize,
-    /// Gathers that the device has but did not submit yet.
+    /// Gathers that the device has and has not submitted.
     queued: usize,
+    /// Layers written.
     written: usize,
     crcs: Vec<u32>,
-    /// The frame that it comes into.
+    /// Its frame in the memory tier, where it gets one.
     frame: Option<Filling>,
-    /// Layers that were gathered there.
+    /// Layers that were gathered into the frame.
     framed: usize,
 }
 
 pub(super) struct StoreState {
-    /// Chunks that it may have, as long as nobody knows which.
+    /// How many chunks it has at most, until [`StoreState::plan`] says which.
     unplanned: Option<usize>,
     chunks: Vec<StoreChunkState>,
+    /// Layers that the caller has said to be computed.
     announced: Vec<bool>,
-    /// Per layer: points of the caller's streams at which it is computed.
+    /// Per layer: fences of the caller's streams behind which it is computed.
     computed: Vec<Vec<Fence>>,
     /// Gathers that are to be submitted, and where those submitted end.
     order: LayerOrder,
-    /// Of all chunks: gathers that the device has but did not submit yet.
+    /// Of all chunks: gathers that the device has and has not submitted.
     queued: usize,
-    /// Layers before it were reported to the caller as gathered, or as among the device's work.
+    /// The caller has been told that layers before it are gathered, or that their gathers are
+    /// submitted.
     given_back: usize,
     /// Layers before it are all computed.
     ready: usize,
-    /// Why the chunks that wait found no room the last time.
+    /// Why the chunks without a slot found no room the last time.
     refused: ShedCause,
-    /// Somebody waits for the gather of the layers before it.
+    /// Layers before it are gathered without waiting for larger groups.
     forced: usize,
-    /// Per layer: extents of living chunks that were not gathered.
+    /// Per layer: extents that were not gathered, of chunks that are not over.
     left: Vec<usize>,
-    /// Gathers of chunks that are over.
+    /// Gathers that have not ended, of chunks that are over and of attempts that were given up.
     busy_over: usize,
+    /// Chunks that are not over.
     living: usize,
+    /// The chunk that the search for the next step begins with.
     cursor: usize,
+    /// Bytes that one step moves at most, if it is more than one layer.
     group_bytes: usize,
     /// Payload bytes that were not gathered yet.
     ungathered: u64,
@@ -138,7 +146,7 @@ impl StoreState {
         }
     }
 
-    /// The chunks are found. Nothing where the store was given up before.
+    /// The chunks are found. Does nothing where the store was given up before.
     pub(super) fn plan(&mut self, plan: StorePlan) {
         if self.unplanned.take().is_none() {
             return;
@@ -187,8 +195,8 @@ impl StoreState {
         layer < self.ready
     }
 
-    /// Layers up to `layer` are gathered without waiting for larger groups; whether that may let
-    /// something begin. Where all layers are computed, nothing waits for more of them.
+    /// From now on layers up to `layer` are gathered without waiting for larger groups. Returns
+    /// whether that changes anything: where all layers are computed, groups do not wait to grow.
     pub(super) fn force(&mut self, layer: usize) -> bool {
         let is_later = self.forced <= layer && self.ready < self.announced.len();
         self.forced = self.forced.max(layer + 1);
@@ -202,6 +210,7 @@ impl StoreState {
         self.give_back(is_gathered, layer)
     }
 
+    /// Notes, where `is_given`, that the caller learns that it may change layers up to `layer`.
     fn give_back(&mut self, is_given: bool, layer: usize) -> bool {
         if is_given {
             self.given_back = self.given_back.max(layer + 1);
@@ -214,8 +223,8 @@ impl StoreState {
         self.unplanned.is_none() && self.busy_over == 0 && self.left.iter().all(|&n| n == 0)
     }
 
-    /// Whether every gather of the layers up to `layer` is among the device's work, over, or given
-    /// up.
+    /// Whether every gather of the layers up to `layer` has been submitted to the device, is over,
+    /// or was given up.
     pub(super) fn is_submitted(&mut self, layer: usize) -> bool {
         let is_submitted = self.unplanned.is_none() && self.queued == 0 && self.order.is_complete(layer);
         self.give_back(is_submitted, layer)
@@ -245,8 +254,8 @@ impl StoreState {
                 }
             }
             let Some(step) = chunk.step(at, ready, forced, group_bytes) else { continue };
-            // With all layers there, chunk after chunk: heads of the chain first. Otherwise in
-            // turns, layer by layer.
+            // Once all layers are computed, chunk after chunk, the head of the prefix first. Before
+            // that the chunks take turns, so that they go layer by layer.
             self.cursor = if all { at } else { at + 1 };
             let frame = chunk.frame.as_ref().and_then(|frame| frame.part(step.span.frame_range()));
             return NextStep::Gather(step, frame);
@@ -273,8 +282,8 @@ impl StoreState {
         self.cursor = step.chunk;
     }
 
-    /// The answer for a chunk that is being opened, with its frame; `false` where it must be tried
-    /// again.
+    /// The result of opening a chunk's slot, and the chunk's frame; `false` where opening must be
+    /// tried again.
     pub(super) fn begun(&mut self, chunk: usize, begun: Begun, frame: Option<Filling>) -> bool {
         match begun {
             Begun::NotYet(why, begin) => {
@@ -302,8 +311,8 @@ impl StoreState {
         true
     }
 
-    /// The gather of `step` is given to the device: its parts, and what must have happened before
-    /// them. `None` where its chunk has been begun again.
+    /// The gather of `step` is about to be given to the device: its parts, and the fences that it
+    /// has to wait for. `None` where its chunk has been begun again.
     pub(super) fn submit(&mut self, step: &StoreStep) -> Option<(Vec<Part>, Vec<Fence>)> {
         let Some(chunk) = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt) else {
             self.busy_over -= 1;
@@ -317,13 +326,13 @@ impl StoreState {
         Some((self.parts(step), after))
     }
 
-    /// The gather of `step` is among the device's work and ends at `fence`.
+    /// The gather of `step` has been submitted to the device and ends at `fence`.
     pub(super) fn submitted(&mut self, step: &StoreStep, fence: &Fence) {
         step.layers.clone().for_each(|layer| self.order.ends_at(layer, fence));
         self.unqueue(step);
     }
 
-    /// The gather of `step` waits no more in the device's queue.
+    /// The gather of `step` does not wait in the device's queue any more.
     fn unqueue(&mut self, step: &StoreStep) {
         let Some(chunk) = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt) else { return };
         let Some(awaited) = chunk.awaited.get_mut(step.layers.clone()).filter(|a| a.contains(&true)) else { return };
@@ -354,7 +363,7 @@ impl StoreState {
         step.layers.clone().filter_map(part).collect()
     }
 
-    /// The layers of `step` lie in `staging`; whether that is the chunk's frame is noted.
+    /// The layers of `step` lie in `staging`; they are counted where that is the chunk's frame.
     pub(super) fn gathered_into(&mut self, step: &StoreStep, staging: &Buf) {
         if let Some(chunk) = self.chunks.get_mut(step.chunk)
             && chunk.frame.as_ref().is_some_and(|frame| frame.holds(staging))
@@ -363,8 +372,8 @@ impl StoreState {
         }
     }
 
-    /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives
-    /// and it went well.
+    /// A gather has ended. Returns the sink to write to, where it went well and the chunk is not
+    /// over.
     pub(super) fn gathered(&mut self, step: &StoreStep, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
         self.unqueue(step);
         let chunk = self.chunks.get_mut(step.chunk)?;
@@ -396,9 +405,10 @@ impl StoreState {
         Some(sink)
     }
 
-    /// The chunk that `step` is of does not fit its codec, and is opened again without one unless
-    /// layers have been given back. Gives the sink to be told, whose answer [`Self::begun_again`]
-    /// takes; `None` for a gather of an attempt that is over. Before [`Self::gathered`].
+    /// The chunk of `step` does not fit its codec. It is prepared to be opened again without one,
+    /// unless the caller may have changed layers already. Returns the sink: call its `misfit` and
+    /// give the answer to [`Self::begun_again`]. `None` for a gather of an attempt that is over. To
+    /// be called before [`Self::gathered`].
     pub(super) fn misfit(&mut self, step: &StoreStep) -> Option<Arc<dyn ChunkSink>> {
         let chunk = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt)?;
         let StorePhase::Open(sink) = &chunk.phase else { return None };
@@ -429,7 +439,7 @@ impl StoreState {
         Some(sink)
     }
 
-    /// What the sink of [`Self::misfit`] said: the chunk goes on with `begin`, and is shed where
+    /// The answer of the sink of [`Self::misfit`]: the chunk is opened with `begin`, or shed where
     /// there is none.
     pub(super) fn begun_again(&mut self, step: &StoreStep, begin: Option<BeginPut>) {
         let chunk = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt + 1);
@@ -459,7 +469,7 @@ impl StoreState {
         }
     }
 
-    /// Chunks that can be committed now.
+    /// Takes the chunks that can be committed now, with their CRCs.
     pub(super) fn take_complete(&mut self) -> Vec<(usize, Arc<dyn ChunkSink>, Vec<u32>)> {
         let mut complete = Vec::new();
         for (i, chunk) in self.chunks.iter_mut().enumerate() {
@@ -496,7 +506,7 @@ impl StoreState {
         }
     }
 
-    /// Gives up `chunk`, and the chunks after it that were not opened. Nothing where it is over.
+    /// Gives up `chunk`, unless it is over, and the chunks after it whose slots are not open.
     pub(super) fn shed(&mut self, chunk: usize, cause: ShedCause) {
         for at in chunk..self.chunks.len() {
             let unopened = self.chunks.get(at).is_some_and(|c| matches!(c.phase, StorePhase::Waiting(_)));
@@ -507,8 +517,7 @@ impl StoreState {
         }
     }
 
-    /// Gives up the first chunk that was not opened, and with it all others that were not, for the
-    /// reason for which it found no room.
+    /// Gives up all chunks without a slot, for the cause for which they found no room.
     pub(super) fn shed_unopened(&mut self) {
         if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, StorePhase::Waiting(_))) {
             self.shed(first, self.refused);
@@ -547,6 +556,7 @@ impl StoreState {
         self.chunks.get(chunk).is_some_and(|c| !matches!(c.phase, StorePhase::Over))
     }
 
+    /// Nothing more is done for a chunk, and no layer waits for it.
     fn over(&mut self, chunk: usize) {
         let Some(c) = self.chunks.get_mut(chunk) else { return };
         c.phase = StorePhase::Over;
@@ -568,8 +578,8 @@ impl StoreState {
         self.finished = self.living == 0;
     }
 
-    /// What no one needs of a store that is over, to be dropped where nobody waits: plans,
-    /// checksums, sinks.
+    /// What is not needed any more of a store that is over, to be dropped without the lock: plans,
+    /// CRCs, sinks.
     pub(super) fn take_leftovers(&mut self) -> impl Sized + use<> {
         let is_idle = self.finished && self.busy_over == 0 && self.queued == 0;
         is_idle.then(|| (std::mem::take(&mut self.chunks), std::mem::take(&mut self.computed)))
@@ -616,6 +626,7 @@ impl StoreChunkState {
         self.layout.extents.iter().zip(&self.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.payload)).sum()
     }
 
+    /// The next gather of the chunk; `None` where it has none now, or waits for a larger group.
     fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {
         if !matches!(self.phase, StorePhase::Open(_)) || self.next >= ready {
             return None;

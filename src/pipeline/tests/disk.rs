@@ -20,7 +20,8 @@ use crate::tier::FrameId;
 pub(super) enum Fate {
     Good,
     Fail(ErrorKind),
-    /// Told as timed out; the buffer stays until [`Disk::let_go`], which also ends this fate.
+    /// Reported as timed out; the disk keeps the buffer until [`Disk::let_go`], which also ends
+    /// this fate.
     Hang,
 }
 
@@ -40,7 +41,7 @@ struct Pending {
 struct Inside {
     slots: Vec<Vec<u8>>,
     queue: VecDeque<Pending>,
-    /// Transfers that end by themselves.
+    /// Transfers end by themselves.
     running: bool,
     fates: HashMap<usize, Fate>,
     busy: usize,

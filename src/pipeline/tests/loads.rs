@@ -108,8 +108,7 @@ fn eight_equal_loads_take_turns() {
     let turns: Vec<usize> = w.disk.log()[already..].iter().map(|s| s.slot / 3).collect();
     let steps = 3 * LAYERS;
     assert_eq!(turns.len(), 8 * steps);
-    // At any time no load is more than one read ahead of another, so that the first ends when the
-    // last is nearly done.
+    // No load is ever more than two reads ahead of another, so all end at about the same time.
     let mut count = [0usize; 8];
     for &load in &turns {
         count[load] += 1;
@@ -118,7 +117,7 @@ fn eight_equal_loads_take_turns() {
     }
 }
 
-/// Whether all that was written is right, or was wiped.
+/// Whether every byte is right or zero, and not all are right.
 fn is_partly_zero(to: &[Vec<u8>], from: &[Vec<u8>]) -> bool {
     let all = || to.iter().flatten().zip(from.iter().flatten());
     all().all(|(to, from)| to == from || *to == 0) && all().any(|(to, from)| to != from)

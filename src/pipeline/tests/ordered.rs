@@ -1,5 +1,5 @@
-//! The pipeline on a device whose work is submitted first and done later, as an accelerator's is:
-//! here, when the test says so.
+//! The pipeline on a device that submits its work first and does it later, as an accelerator does;
+//! here both happen when the test says so.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -49,15 +49,16 @@ enum Job {
     Gather(GatherJob),
 }
 
-/// A device whose jobs wait until they are submitted, and then until they are done.
+/// A device whose jobs wait until the test submits them, and then until it runs them.
 struct Later {
     host: Arc<HostDevice>,
     queued: Mutex<Vec<Job>>,
     running: Mutex<Vec<(Arc<Mark>, Job)>>,
     changed: Condvar,
     marks: AtomicUsize,
-    /// What streams were made to wait for, and what jobs had to wait for.
+    /// Numbers of the marks that streams were made to wait for, call by call.
     waits: Mutex<Vec<Vec<usize>>>,
+    /// Numbers of the marks that jobs had to wait for, job by job.
     afters: Mutex<Vec<Vec<usize>>>,
     capturing: AtomicBool,
 }
@@ -86,7 +87,7 @@ impl Later {
         self.changed.notify_all();
     }
 
-    /// Waits for `n` jobs and submits them; gives their numbers.
+    /// Waits for `n` jobs and submits them; the numbers of their marks.
     fn submit(&self, n: usize) -> Vec<usize> {
         let mut numbers = Vec::new();
         while numbers.len() < n {
@@ -268,9 +269,9 @@ fn damage_is_told_after_the_layer_was_ready_and_before_the_load_is_over() {
         store.all_layers_on(STREAM).unwrap();
         device.submit(LAYERS);
         device.run();
-        // The layer that does not verify is wiped before the load is over.
+        // The layer that does not verify is overwritten before the load finishes.
         assert!(load.wait_for(Duration::from_millis(1)).is_none());
-        // Nor is what came of the chunk after it before its header did: there may be more to wipe.
+        // So are layers of the next chunk that came before its header: none will verify any more.
         let result = loop {
             device.submit_queued();
             device.run();

@@ -145,7 +145,7 @@ fn a_cancelled_one_submits_nothing_more_and_its_memory_comes_back() {
 }
 
 #[test]
-fn what_is_damaged_or_unreadable_is_told_and_not_kept() {
+fn what_is_damaged_or_unreadable_is_reported_and_not_kept() {
     for (fate, cause) in [
         (None, MissCause::Corrupt),
         (Some(Fate::Fail(ErrorKind::Io)), MissCause::Io),
@@ -163,7 +163,7 @@ fn what_is_damaged_or_unreadable_is_told_and_not_kept() {
         // What it held goes with it; the good one stays.
         wait_used(&tier, 1);
     }
-    // Nobody is told of a chunk that its queue refused.
+    // A chunk whose read its queue refused is not reported.
     let (w, _tier, slots) = stored(8, 1);
     w.disk.busy(1);
     assert_eq!(prefetch(&w, &slots).wait(), PrefetchResult { found: 1, failed: 1, ..PrefetchResult::default() });

@@ -17,25 +17,26 @@ fn chunks_of(spec: &mut StoreSpec) -> &mut Vec<StoreChunk> {
     }
 }
 
-/// Tells the store thread what came of finding chunks; dropped, that it went well.
+/// A search for chunks that the test ends: with an error that it sends, or well by dropping this.
 struct Finding {
+    /// Receives when the store thread asks for the chunks.
     asked: mpsc::Receiver<()>,
-    tell: mpsc::Sender<Error>,
+    fail: mpsc::Sender<Error>,
 }
 
 /// The same store, its chunks to be found by the store thread.
 fn found_later(spec: StoreSpec) -> (StoreSpec, Finding) {
     let StoreChunks::Known(plan) = spec.chunks else { panic!("its chunks are to be found") };
     let (ask, asked) = mpsc::channel();
-    let (tell, told) = mpsc::channel();
+    let (fail, failed) = mpsc::channel();
     let at_most = plan.chunks.len() + plan.already_there;
     let find = move || {
-        // Nobody may wait for it.
+        // An error where the test does not listen.
         let _ = ask.send(());
-        told.recv().map_or(Ok(plan), Err)
+        failed.recv().map_or(Ok(plan), Err)
     };
     let chunks = StoreChunks::Later { at_most, find: Box::new(find) };
-    (StoreSpec { chunks, ..spec }, Finding { asked, tell })
+    (StoreSpec { chunks, ..spec }, Finding { asked, fail })
 }
 
 #[test]
@@ -78,7 +79,7 @@ fn a_store_needs_no_more_staging_than_one_slot_and_layers_may_come_in_any_order(
 }
 
 #[test]
-fn small_layers_are_written_together_unless_somebody_waits_for_them() {
+fn layers_are_written_one_by_one_where_a_staging_slot_holds_one_extent() {
     let w = World::with(4, 4, |o| o.group_bytes = 1 << 20);
     let (slots, kv) = (w.slots(1), w.kv(1).filled(3));
     let all = w.store(w.store_spec(&kv, &slots));
@@ -340,7 +341,7 @@ fn a_store_that_ends_before_its_chunks_are_found_sheds_them_all_and_reads_nothin
 
     let (spec, finding) = found_later(w.store_spec(&kv, &slots));
     let store = w.store(spec);
-    finding.tell.send(Error::new(ErrorKind::InvalidInput, "slots beyond the memory")).unwrap();
+    finding.fail.send(Error::new(ErrorKind::InvalidInput, "slots beyond the memory")).unwrap();
     assert_eq!(store.wait().shed(ShedCause::Internal), 3);
     assert!(store.is_gathered());
     w.assert_staging_free();

@@ -1,5 +1,5 @@
-//! What does not verify does not stay in the server's memory, however its load ends and in whatever
-//! order things came.
+//! What does not verify is overwritten with zeros in the server's memory, in whatever order header
+//! and layers come and however the load ends.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use crate::error::ErrorKind;
 use crate::pipeline::Load;
 
 const T: usize = TOKENS as usize;
-/// Of each layer the keys and the values.
+/// Memories of a layer: one for keys, one for values.
 const MEMORIES: usize = 2;
 
-/// Waits until the device has nothing any more: only reads that are held have staging.
+/// Waits until the device has nothing to do: only reads that are held have staging.
 fn wait_scattered(w: &World) {
     while w.pipeline().load_pool().taken() > w.disk.held().len() {
         std::thread::yield_now();
@@ -29,7 +29,7 @@ fn begin(w: &World, layerwise: bool, to: &Kv, slots: &[std::sync::Arc<super::dis
 }
 
 #[test]
-fn layers_whose_header_cannot_be_read_or_is_damaged() {
+fn layers_are_wiped_whose_header_cannot_be_read_or_is_damaged() {
     for (layerwise, unreadable) in [(true, true), (true, false), (false, true), (false, false)] {
         let w = World::new(8, 4);
         let (slots, _) = w.stored(1);
@@ -52,7 +52,7 @@ fn layers_whose_header_cannot_be_read_or_is_damaged() {
 }
 
 #[test]
-fn layers_of_a_chunk_that_lost_its_prefix_before_its_header_came() {
+fn layers_are_wiped_of_a_chunk_that_lost_its_prefix_before_its_header_came() {
     let w = World::new(16, 4);
     let (slots, _) = w.stored(2);
     w.disk.flip(slots[0].slot, slots[0].layout.extents[0].offset);
@@ -60,7 +60,7 @@ fn layers_of_a_chunk_that_lost_its_prefix_before_its_header_came() {
     let to = w.kv(2).filled(9);
     let load = w.load(&to, &slots);
     w.disk.wait_held(2 * LAYERS);
-    // Layer after layer, of both chunks each.
+    // Reads are held layer by layer, in each layer those of both chunks.
     (1..LAYERS).rev().for_each(|layer| w.disk.end_one(2 * layer + 1));
     wait_scattered(&w);
     w.disk.end_one(0);
@@ -71,7 +71,7 @@ fn layers_of_a_chunk_that_lost_its_prefix_before_its_header_came() {
 }
 
 #[test]
-fn a_layer_of_a_chunk_of_which_another_layer_cannot_be_read_before_the_header_came() {
+fn a_layer_is_wiped_when_another_cannot_be_read_before_the_header_came() {
     let w = World::new(8, 4);
     let (slots, _) = w.stored(1);
     w.disk.pause();
@@ -98,7 +98,7 @@ fn wiping_waits_for_a_slot_of_staging_and_the_load_for_that() {
     let (load, holder) = (w.load(&to, &slots[..1]), w.load(&other, &slots[1..]));
     w.disk.wait_held(1);
     w.disk.end_one(0);
-    // The slot that this read gives back is the next read's before anybody knows what was wrong.
+    // The slot that this read gives back goes to the other load's read before the CRC is compared.
     w.disk.wait_held(1);
     assert_eq!(load.wait_for(Duration::from_millis(5)), None);
     w.disk.run();

@@ -139,11 +139,11 @@ def _started(model: str, settings: dict[str, str], options: list[str]) -> Any:
 
 
 class _Run(Generic[Line]):
-    """All lines one after the other. A line that fails is told, and the others go on."""
+    """All lines one after the other. A line that fails is reported, and the others go on."""
 
     def __init__(self, llm: Any, found: list[Line]) -> None:
         self.lines, self.failed = found, 0
-        # Opened before the first line: a server that cannot blend is told once.
+        # Opened before the first line: that a server cannot blend is reported once, not per line.
         self._llm, self._blend, self._anchor = llm, Blend(llm), []
         self._tokenizer = llm.get_tokenizer() if any(line.has_text() for line in found) else None
         self._began = self._shown = time.monotonic()
@@ -173,7 +173,7 @@ class _Run(Generic[Line]):
         return self._tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else part  # type: ignore[union-attr]
 
     def behind(self, anchor: list[int]) -> Blend:
-        """What stores behind this anchor; opened anew where it is another than before."""
+        """The `Blend` of this anchor; opened anew where the last line had another."""
         if self._anchor != anchor:
             self._blend, self._anchor = Blend(self._llm, anchor), anchor
         return self._blend

@@ -8,10 +8,10 @@ The gate: a key and a value of layer 0 depend on their own token alone, so what 
 turned must be what the model computes there, but for rounding. A few tokens of each segment are
 compared on every use. It catches a wrong rotation, rows in a wrong order and KV of another model.
 
-What computes does so in `Steps`: a running server takes them one by one, a script all at once.
+Work is divided into `Steps`: a running server takes them one by one, a script all at once.
 
-With tensor parallelism every worker blends its own heads. What they find, load and choose they
-agree on (`ranks.py`): a segment is reused by all of them or by none.
+With tensor parallelism every worker blends its own heads. They agree on what they have found,
+loaded and chosen (`ranks.py`): a segment is reused by all of them or by none.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Asked:
     """None, or one for each check layer."""
 
     def covered(self, block: int) -> int:
-        """Tokens that are blended: whole blocks, as far as it is worth it, and never the last
-        token, from which the server computes the next one."""
+        """Tokens from the start that are blended: whole blocks up to the end of the last segment,
+        and never the prompt's last token, from which the server computes the next one."""
         return min(-(-self.segments[-1][1] // block), (len(self.tokens) - 1) // block) * block
 
 
@@ -125,7 +125,7 @@ class Blender:
         done: list[tuple[int, str | None]] = []
         if not missing:
             return done
-        # Memory for the longest of them, which keeps the anchor.
+        # Memory for the longest of them at once, so that the anchor in it is kept for all.
         self._begin(anchor + max(missing, key=len))
         rows, first = Rows(self._of, max(ends), self._nested.device), 0
         for segment, end in zip(missing, ends, strict=True):
@@ -184,7 +184,7 @@ class Blender:
         self._begin(asked.tokens)
         mixed = Mixed(Rows(self._of, len(asked.tokens), self._nested.device))
         behind = len(asked.anchor)
-        # Behind its anchor only can a segment be followed by others.
+        # Where the prompt begins with the anchor, its KV is loaded with the first segment found.
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
         loads: list[tuple[Future[bool] | None, bool]] = []
         found = self.has(asked.anchor, [asked.tokens[start:end] for start, end in asked.segments])
@@ -210,7 +210,7 @@ class Blender:
                 else:
                     logger.warning("segment of %d tokens at %d is computed: %s", end - start, start, state)
         finally:
-            # Where nobody waits for the prompt any more.
+            # Where the steps are given up: loads that have not begun need not begin.
             for loading, _ in loads:
                 if loading is not None:
                     loading.cancel()
@@ -258,7 +258,7 @@ class Blender:
             return selection.first(choice, asked.ratios[0])
         if asked.select == "deviation":
             return (yield from self._deviating(asked, mixed, rows, holes))
-        # Of this worker's heads.
+        # Scores of this worker's heads; the sum over all workers decides.
         scores = yield from self._attention(asked, mixed, holes)
         return selection.largest(self.ranks.total(scores.cpu()), rows, selection.budget(len(rows), asked.ratios[0]))
 
@@ -271,7 +271,7 @@ class Blender:
         begins at layer 0 again, and gives its rows the same KV there as before.
         """
         chosen = rows
-        # All reused rows, not only those that may be chosen: they stand before others.
+        # All reused rows, not only those that may be chosen: later rows attend to them too.
         computed = [row for start, end in mixed.reused for row in range(start, end)]
         thresholds = asked.thresholds or [0.0] * len(asked.ratios)
         for layer, ratio, threshold in zip(asked.check_layers, asked.ratios, thresholds, strict=True):
@@ -284,7 +284,8 @@ class Blender:
         return chosen
 
     def _deviations(self, mixed: Mixed, check: int, computed: list[int], holes: list[int]) -> Steps[torch.Tensor]:
-        """The layers before the check layer are computed for these rows, which keep what they got."""
+        """How far the rows' KV in the check layer is from the stored one. The layers before it are
+        computed for these rows and for holes among them, and keep that KV."""
         import torch
 
         end = max(computed) + 1
@@ -315,8 +316,7 @@ class Blender:
                 first = min(max(start, last) for start, to in places if to > last)
                 scale = self._nested.layers[layer].impl.scale
                 mass[:end] += selection.attention(queries[asking:], mixed.rows.keys(layer)[:end], first, scale)
-            # What the last layer makes of it is of no use: holes are computed again among the
-            # chosen tokens.
+            # The last layer's output is of no use: holes are computed again with the chosen tokens.
             return layer == self._of.layers - 1
 
         yield from self._nested.steps(sorted({*(row for row in holes if row < last), *range(last, len(asked.tokens))}), seen)
@@ -334,7 +334,7 @@ class Blender:
             nonlocal ok
             pairs = ((keys.float(), rows.keys(0)[at].float()), (values.float(), rows.values(0)[at].float()))
             tolerance = TOLERANCE[self._of.type_name]
-            # Not a number is no match either.
+            # False for NaN too.
             close = [(fresh - loaded).abs().max() <= tolerance * fresh.abs().max() for fresh, loaded in pairs]
             ok = ok and bool(torch.stack(close).all())
             return True

@@ -115,9 +115,9 @@ class Blend:
         except AttributeError as error:
             raise BlendError(_NO_WORKER) from error
         except Exception as error:
-            # From an engine in a process of its own comes the text alone.
+            # An engine in a process of its own sends only the text of the error.
             raise BlendError(_NO_WORKER if method in str(error) else f"{method}: {error}") from error
-        # Workers agree on what they do; an error may be of one.
+        # Workers agree on results, but an error may be one worker's alone.
         if errors := [one["error"] for one in said if "error" in one]:
             raise BlendError(errors[0])
         return said[0]["result"]
@@ -168,7 +168,7 @@ def check(
     layers: Sequence[int] = (1,),
     thresholds: Sequence[float] = (),
 ) -> None:
-    """`BlendError` for what makes no sense."""
+    """`BlendError` where segments, selector, shares or thresholds make no sense."""
     if not segments:
         raise BlendError("no segments: give the (start, end) of at least one, or generate from the prompt as it is")
     before = 0

@@ -63,7 +63,7 @@ class Live:
         self._most_rows = int(runner.vllm_config.scheduler_config.max_num_batched_tokens)
         self._waiting: deque[Job] = deque()
         self._under_way: tuple[Job, Steps[None]] | None = None
-        # Rows of the step that comes next.
+        # Rows that the next step of the job under way computes; 0 where it waits for a drive.
         self._next = 0
         self._over: set[str] = set()
         self._failed: set[str] = set()
@@ -89,7 +89,8 @@ class Live:
                     return
 
     def _resume(self) -> bool:
-        """Computes up to the next step of the job under way; False where that waits for a drive."""
+        """Goes on with the job under way, up to its next step; False where that step waits for a
+        drive."""
         assert self._under_way is not None
         job, steps = self._under_way
         try:
@@ -152,7 +153,7 @@ class Live:
     def counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         grown, self._counts = {name: count for name, count in self._counts.items() if count}, Counter()
-        # All workers count the same, and vLLM adds up what they say.
+        # All workers count the same, and vLLM adds up their counts.
         return grown if self._blender.ranks.rank == 0 else {}
 
     def close(self) -> None:

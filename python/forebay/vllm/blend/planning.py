@@ -104,7 +104,7 @@ class Planner:
         covered = asked.covered(self._block)
         if covered == 0:
             return self._refused("short")
-        # What the connector may load for nobody, it may blend for nobody.
+        # A request for which nothing may be loaded is not blended either.
         if extra.skips(request)[1] or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
             return self._refused("skipped")
         plan = _Plan(request, asked, covered, bool(params.get(STORES)), request.cache_salt)
@@ -128,7 +128,7 @@ class Planner:
         select = params.get(SELECT, self._select)
         if not isinstance(select, str):
             raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
-        # Of several in the settings, which are for `deviation`, others take the first.
+        # Several shares in the settings are for `deviation`; other selectors take the first.
         compares = select == "deviation"
         ratios = client.shares(params.get(RATIO, self._ratios if compares else self._ratios[:1]))
         thresholds = client.shares(params.get(THRESHOLD, self._thresholds if compares else []))
@@ -183,7 +183,7 @@ class Planner:
         self._loading -= mine
         rest = Reported(over - mine, failed - mine)
         for req_id in failed & mine:
-            # None of an aborted request.
+            # The plan of an aborted request is gone.
             if (plan := self._plans.pop(req_id, None)) is not None:
                 _salted(plan.request, plan.tenant)
                 rest.computed.append(plan.request)
@@ -194,7 +194,7 @@ class Planner:
         self._plans.pop(req_id, None)
 
     def clear(self) -> None:
-        """Nothing is blended any more but what the workers have begun."""
+        """Gives up all blends that the workers have not begun."""
         self._plans.clear()
 
     def counts(self) -> dict[str, int]:

@@ -21,8 +21,8 @@ logger = logging.getLogger("vllm.forebay")
 #: Rows of memory come in blocks of so many, which is all that the engine needs to know of it.
 BLOCK = 16
 
-#: Segments on their way at once. Loads that run at once end at once: with all of them under way, keys
-#: could be turned only when the drive has nothing left to do.
+#: Segments that are loaded at once. Loads side by side end at about the same time: with all of the
+#: segments under way, no keys could be turned before the drive has finished.
 AT_ONCE = 3
 
 
@@ -136,8 +136,8 @@ class Segments:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
         where that is wanted. The future says whether all of it arrived as it was stored; its keys
         are turned to their places then. It raises nothing."""
-        # The caller's stream, not the loading thread's: what had this memory before the rows may
-        # still be read there.
+        # The caller's stream, not the loading thread's: earlier work in that stream may still use
+        # the memory of the rows.
         return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor, stream(rows.device))
 
     def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
