@@ -59,8 +59,8 @@ its chunks lay): their blocks are free, and the drive may keep their contents un
 space back in the background: after --all in whole segments, of a tenant as holes. To be \
 sure, stop the servers first, and keep the cache on an encrypted drive.
 
-What a server has uploaded to a remote tier is deleted with --remote URL, and may be fetched again without. Other machines serve \
-what they have on their drives.
+What a server has uploaded to a remote tier is deleted with --remote URL, and may be fetched again without: that of the \
+namespaces in DIR, or of the one given by --namespace. Other machines serve what they have on their drives.
 
 Run it as the servers' user.
 
@@ -102,7 +102,8 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
         if context.json {
             out::print_json(&json!({"dry_run": args.dry_run, "shards": []}))?;
         } else {
-            out::print("nothing to remove\n")?;
+            let hint = if remote.is_some() { "; name the --namespace of what only the store has" } else { "" };
+            out::print(&format!("nothing to remove{hint}\n"))?;
         }
         return Ok(Outcome::Done);
     }
@@ -210,14 +211,15 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         }
         targets.push(target);
     }
-    if let Some(options) = remote {
+    // Other caches may use the same store: what only the store has goes where it is named.
+    if let Some((options, wanted)) = remote.zip(args.namespace.as_ref()) {
         let store = RemoteStore::open(options)?;
         for (namespace, shard) in store.shards()? {
             if targets.iter().any(|t| (&t.namespace, &t.shard) == (&namespace, &shard)) {
                 continue;
             }
             let model = store.geometry(&namespace, &shard).map_or_else(|_| "unknown".to_owned(), |g| g.model);
-            if args.namespace.as_ref().is_none_or(|wanted| *wanted == namespace || *wanted == model) {
+            if *wanted == namespace || *wanted == model {
                 targets.push(Target { namespace, shard, model, lanes: 0, in_use: 0, chunks: 0, bytes: 0 });
             }
         }

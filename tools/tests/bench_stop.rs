@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -134,6 +135,13 @@ fn half_a_file_is_not_taken_for_laid_out() {
     signal(&child, "INT");
     end(child).expect(130);
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 5);
+    // One that was as long, with holes, loses what is reserved.
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(4 << 30).unwrap();
+    let mut child = start(dir.path(), "--rw read --bs 64k --size 4g --name half");
+    wait_until(&mut child, |_| std::fs::metadata(&path).is_ok_and(|m| m.blocks() * 512 > 1 << 30));
+    signal(&child, "INT");
+    end(child).expect(130);
+    assert!(std::fs::metadata(&path).unwrap().len() < 4 << 30);
     forebay(dir.path(), &["bench", "--rw", "read", "--bs", "64k", "--size", "1m", "--name", "half"]).expect(0);
     let empty = std::fs::read(&path).unwrap().chunks(4096).filter(|p| p.iter().all(|b| *b == 0)).count();
     assert_eq!(empty, 0, "a hole would measure nothing");

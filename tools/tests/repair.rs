@@ -206,8 +206,16 @@ fn purge_deletes_in_the_remote_store_too_where_it_is_named() {
     forebay(dir.path(), &["purge", ".", "--tenant-id", &tenant, "--yes", "--remote", &url]).expect(0);
     assert_eq!([&own, &all, &other].map(|f| f.exists()), [false, true, true]);
     forebay(dir.path(), &["purge", ".", "--all", "--yes", "--remote", "redis://h"]).expect(2);
+    // Where the tenant has nothing on the drive any more.
+    let late = object(&namespace, &tenant);
+    forebay(dir.path(), &["purge", ".", "--tenant-id", &tenant, "--yes", "--remote", &url]).expect(0);
+    assert!(!late.exists());
     forebay(dir.path(), &["purge", ".", "--all", "--yes", "--remote", &url]).expect(0);
     assert_eq!([&own, &all, &other].map(|f| f.exists()), [false, false, true]);
+    // What another cache has in the same store goes where it is named.
+    let of_other = ["purge", ".", "--namespace", &"0".repeat(32), "--yes", "--remote", &url];
+    forebay(dir.path(), &of_other).expect(0);
+    assert!(!other.exists());
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
         // What was not written yet is reserved: the next run must not take it for laid out.
         let undone = match before {
             None => std::fs::remove_file(path).map_err(|e| Error::io("cannot remove the file", e).at(path)),
-            Some(_) => file.set_len(written),
+            Some(length) => file.set_len(if length < size { length } else { written }),
         };
         return filled.and(undone);
     }
