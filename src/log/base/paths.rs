@@ -20,8 +20,11 @@ pub(in crate::log) const FLOORS: &str = "FLOORS";
 pub(in crate::log) const GEOMETRY: &str = "geometry.json";
 pub(in crate::log) const GEOMETRY_NEW: &str = "geometry.json.new";
 pub(in crate::log) const LANE_LOCK: &str = "LOCK";
+/// What processes share of a lane; the second name is that of a new file before its rename.
 pub(in crate::log) const LANE_SHM: &str = "lane.shm";
+pub(in crate::log) const LANE_SHM_NEW: &str = "lane.shm.new";
 pub(in crate::log) const TABLE_SHM: &str = "table.shm";
+pub(in crate::log) const TABLE_SHM_NEW: &str = "table.shm.new";
 pub(in crate::log) const INDEX: &str = "index.kv";
 pub(in crate::log) const DATA: &str = "data.kv";
 /// What the policy has learned; likewise.
@@ -32,8 +35,19 @@ pub(in crate::log) const INDEX_BACKUP: &str = "index.kv.bak";
 pub(in crate::log) const INDEX_NEW: &str = "index.kv.new";
 
 /// The files of a lane directory; its lock comes last, for those who delete them in this order.
-pub(in crate::log) const LANE_FILES: [&str; 9] =
-    [TABLE_SHM, LANE_SHM, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, POLICY, POLICY_NEW, LANE_LOCK];
+pub(in crate::log) const LANE_FILES: [&str; 11] = [
+    TABLE_SHM,
+    TABLE_SHM_NEW,
+    LANE_SHM,
+    LANE_SHM_NEW,
+    DATA,
+    INDEX,
+    INDEX_BACKUP,
+    INDEX_NEW,
+    POLICY,
+    POLICY_NEW,
+    LANE_LOCK,
+];
 
 const LANE_PREFIX: &str = "lane";
 

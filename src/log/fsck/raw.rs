@@ -316,8 +316,8 @@ fn superblock(files: &LaneDir, index: &File, damage: &mut Vec<Damage>) -> Result
     let (a, b) = pages.split_at(PAGE_BYTES);
     let newest = Superblock::newest(a, b).map_err(|e| e.at(files.file(INDEX)))?;
     for (i, page) in [a, b].into_iter().enumerate() {
-        // A lane that was made and never opened again may have only one copy.
-        let never = newest.generation == 1 && page.iter().all(|&b| b == 0);
+        // A lane that was made and never opened again has only one copy.
+        let never = newest.generation == 0 && page.iter().all(|&b| b == 0);
         if let Err(e) = Superblock::decode(page)
             && !never
         {

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::Lane;
 use crate::error::{ErrorKind, Result};
@@ -15,6 +16,8 @@ use crate::io::{AlignedBuf, Buf, Completion, Request};
 
 /// Bytes read at once where there are no holes.
 const WINDOW_BYTES: u64 = 1 << 20;
+/// How long no hole is tried after one that failed on a file system that takes them.
+const PAUSE: Duration = Duration::from_secs(60);
 
 /// A slot within its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,15 +37,30 @@ impl SlotRange {
 }
 
 impl Lane {
-    /// Whether the file system takes no holes, as far as known.
+    /// Whether no hole is tried: the file system takes none, or one has failed a moment ago.
     pub(in crate::log) fn has_no_holes(&self) -> bool {
-        self.no_holes.load(Ordering::Relaxed)
+        match self.no_holes_until.load(Ordering::Relaxed) {
+            0 => false,
+            u64::MAX => true,
+            until => self.ctx.options.clock.boot_ns() < until,
+        }
+    }
+
+    /// Whether the file system takes no holes, as far as known.
+    pub(in crate::log) fn never_has_holes(&self) -> bool {
+        self.no_holes_until.load(Ordering::Relaxed) == u64::MAX
     }
 
     /// Acts from now on as if the file system took no holes.
     #[cfg(test)]
     pub(in crate::log) fn set_no_holes(&self) {
-        self.no_holes.store(true, Ordering::Relaxed);
+        self.no_holes_until.store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// Acts for so long as if a hole had just failed.
+    #[cfg(test)]
+    pub(in crate::log) fn pause_holes(&self, pause: Duration) {
+        self.no_holes_until.store(self.ctx.options.clock.boot_ns() + pause.as_nanos() as u64, Ordering::Relaxed);
     }
 
     /// Makes slots of a segment, sorted by place, unreadable; how many bytes were given back to the
@@ -86,24 +104,33 @@ impl Lane {
         Ok(())
     }
 
-    /// As [`wipe`](Self::wipe), for a whole segment.
+    /// As [`wipe`](Self::wipe), for a whole segment; whether its space was given back.
     ///
     /// # Errors
     /// As [`erase`](Self::erase).
-    pub(in crate::log) fn wipe_segment(&self, segment: u32) -> Result<()> {
-        self.wipe(u64::from(segment) * self.segment_bytes(), self.segment_bytes())
+    pub(in crate::log) fn wipe_segment(&self, segment: u32) -> Result<bool> {
+        let (offset, bytes) = (u64::from(segment) * self.segment_bytes(), self.segment_bytes());
+        if self.punch(offset, bytes) {
+            return Ok(true);
+        }
+        self.wipe(offset, bytes).map(|()| false)
     }
 
-    /// Punches a hole into data.kv; `false` where that fails. After the first failure holes are not
-    /// tried again.
+    /// Punches a hole into data.kv; `false` where that fails. Then none is tried for a while, or
+    /// ever again where the file system takes no holes.
     pub(in crate::log) fn punch(&self, offset: u64, bytes: u64) -> bool {
         if self.has_no_holes() {
             return false;
         }
         let Err(e) = self.data.punch_hole(offset, bytes) else { return true };
-        if !self.no_holes.swap(true, Ordering::Relaxed) {
-            let dir = self.dir.display();
-            tracing::warn!(lane = %dir, error = %e, "no holes can be punched: whole segments are reclaimed");
+        let dir = self.dir.display();
+        if e.kind() == ErrorKind::Unsupported {
+            self.no_holes_until.store(u64::MAX, Ordering::Relaxed);
+            tracing::warn!(lane = %dir, error = %e, "the file system has no holes: whole segments are reclaimed");
+        } else {
+            let until = self.ctx.options.clock.boot_ns().saturating_add(PAUSE.as_nanos() as u64);
+            self.no_holes_until.store(until, Ordering::Relaxed);
+            tracing::warn!(lane = %dir, error = %e, "no space is given back for a minute");
         }
         false
     }

@@ -38,7 +38,7 @@ use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
@@ -154,8 +154,12 @@ impl LaneState {
         }
         live(shared, entry, 1);
         self.usage.entered(table, (inserted.slot, entry), record.hotness, inserted.other.is_some());
-        if let Some(length) = partial_length(record, self.chunk_tokens) {
-            table.add_partial(&record.parent, length, record.sequence)?;
+        if let Some(length) = partial_length(record, self.chunk_tokens)
+            && let Err(e) = table.add_partial(&record.parent, length, record.sequence)
+        {
+            // Its put fails or tries again: until then nobody may find the chunk.
+            self.leave(table, shared, (&record.key, record.sequence))?;
+            return Err(e);
         }
         Ok(true)
     }
@@ -268,8 +272,8 @@ pub struct Lane {
     pub(super) progress: Condvar,
     lock: Mutex<Option<FileLock>>,
     index_writes: Arc<IndexWrites>,
-    /// The file system takes no holes.
-    no_holes: AtomicBool,
+    /// Until when, on the boot clock, no hole is tried: 0 for none has failed, `u64::MAX` for ever.
+    no_holes_until: AtomicU64,
     /// So many of the lane's removals (shared memory counts those by other processes and by loads)
     /// have been swept.
     swept: AtomicU64,
@@ -312,7 +316,7 @@ impl Lane {
             progress: Condvar::new(),
             lock: Mutex::new(p.lock),
             index_writes: Arc::default(),
-            no_holes: AtomicBool::new(false),
+            no_holes_until: AtomicU64::new(0),
             swept: AtomicU64::new(0),
         })
     }

@@ -49,6 +49,8 @@ pub(in crate::log) struct Segment {
     max_seq: u64,
     last_expiry_s: u64,
     retired: bool,
+    /// It is absent, and its space could not be given back.
+    has_kept_space: bool,
     /// Bytes of its region that its records take; 0 where that is all, or the rest was punched.
     region_used: u64,
     full_since: Option<Instant>,
@@ -75,6 +77,7 @@ impl Segment {
             max_seq: 0,
             last_expiry_s: 0,
             retired: false,
+            has_kept_space: false,
             region_used: 0,
             full_since: None,
             gone: Vec::new(),
@@ -463,6 +466,8 @@ impl Segments {
         if let Some(s) = self.get_mut(segment) {
             s.phase = SegmentPhase::Full;
             let gone = std::mem::take(&mut s.gone);
+            s.going.clear();
+            (s.settled, s.gone_changed) = (0, false);
             records.retain(|r| !gone.contains(&r.page));
             s.records = records;
         }
@@ -558,13 +563,26 @@ impl Segments {
         (self.refusals, self.refusal) = (0, None);
     }
 
-    /// Takes a segment out of those that are ready: its space is to be given back.
-    pub(in crate::log) fn take_ready(&mut self) -> Option<u32> {
-        let number = self.ready.pop_back()?;
+    /// Takes a segment out whose space is to be given back: one for which that has failed before,
+    /// else one that is ready.
+    pub(in crate::log) fn take_spare(&mut self) -> Option<u32> {
+        let kept = self.iter().find(|(_, s)| s.has_kept_space).map(|(number, _)| number);
+        let number = kept.or_else(|| self.ready.pop_back())?;
         if let Some(segment) = self.get_mut(number) {
             segment.phase = SegmentPhase::Absent;
+            segment.has_kept_space = false;
         }
         Some(number)
+    }
+
+    /// The space of an absent segment could not be given back. With `reuse` it never will be, and
+    /// is ready for the next use.
+    pub(in crate::log) fn keep_space(&mut self, segment: u32, reuse: bool) {
+        let Some(s) = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Absent && !s.retired) else { return };
+        s.has_kept_space = !reuse;
+        if reuse {
+            self.add_ready(segment);
+        }
     }
 
     /// Notes that no segment could be made although there is room; whether this is the first time

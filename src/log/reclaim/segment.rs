@@ -222,9 +222,9 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
         journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
     }
     write_free(lane, victim).or_else(|_| write_free(lane, victim))?;
-    erase(lane, victim)?;
+    let is_given_back = erase(lane, victim)?;
     forget(lane, victim, records)?;
-    hand_over(volume, victim)
+    hand_over(volume, victim, is_given_back)
 }
 
 /// Frees the segments of a lane that could not be freed before. The caller holds the lane's
@@ -350,9 +350,9 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
     lane.flush_index()
 }
 
-/// Makes all slots of the segment unreadable. Where that fails, the segment stays condemned and
-/// keeps its entries, so that removals find them.
-fn erase(lane: &Lane, victim: &Victim) -> Result<()> {
+/// Makes all slots of the segment unreadable; whether its space was given back. Where that fails,
+/// the segment stays condemned and keeps its entries, so that removals find them.
+fn erase(lane: &Lane, victim: &Victim) -> Result<bool> {
     let outcome = lane.wipe_segment(victim.segment);
     if outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::TimedOut) {
         // The write may still be done, and must not land in a later use of the segment.
@@ -382,10 +382,15 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
     Ok(())
 }
 
-/// The segment is empty and has no space.
-fn hand_over(volume: &Volume, victim: &Victim) -> Result<()> {
+/// The segment is empty. Without holes it keeps its space, for its next use.
+fn hand_over(volume: &Volume, victim: &Victim, is_given_back: bool) -> Result<()> {
     let lane = &victim.lane;
-    let epoch = lane.state()?.segments.free(victim.segment);
+    let mut state = lane.state()?;
+    let epoch = state.segments.free(victim.segment);
+    if !is_given_back && lane.role == LaneRole::Own {
+        state.segments.keep_space(victim.segment, lane.never_has_holes());
+    }
+    drop(state);
     if let Some(shared) = lane.shared() {
         drop(shared.set_live(victim.segment, 0, 0));
         drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));

@@ -15,17 +15,19 @@ const MAX_SPARE_BYTES: u64 = 8 << 20;
 /// Keeps a segment ready while the open one fills up.
 pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     let Some(lane) = volume.own() else { return };
-    if lane.state().is_ok_and(|mut state| state.growth.take_starved()) && !give_back_ready(volume) {
-        let _ = evict::make_room(volume) || segment::reclaim_one(volume) && give_back_ready(volume);
+    let is_starved = lane.state().is_ok_and(|mut state| state.growth.take_starved());
+    if is_starved && !lane.has_no_holes() && !give_back_spare(volume) {
+        let _ = evict::make_room(volume) || segment::reclaim_one(volume) && give_back_spare(volume);
     }
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_segment()) {
         match add_segment(&lane) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
                 let poor = is_poor(volume);
-                let helped = poor && orphans::remove_one(volume)
+                let helped = give_back_spare(volume)
+                    || poor && orphans::remove_one(volume)
                     || evict::make_room(volume)
-                    || segment::reclaim_one(volume)
+                    || reclaim_one(volume)
                     || !poor && orphans::remove_one(volume);
                 if !helped {
                     if poor {
@@ -60,12 +62,19 @@ pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_reserve()) {
         let more = match add_segment(&lane) {
             Ok(()) => true,
-            Err(e) => e.kind() == ErrorKind::NoSpace && (evict::make_room(volume) || segment::reclaim_one(volume)),
+            Err(e) => e.kind() == ErrorKind::NoSpace && (evict::make_room(volume) || reclaim_one(volume)),
         };
         if !more {
             return;
         }
     }
+}
+
+/// Reclaims a segment, unless that would lose chunks and free nothing: while no hole can be punched
+/// on a file system that takes holes.
+fn reclaim_one(volume: &Volume) -> bool {
+    let pauses = |lane: Arc<Lane>| lane.has_no_holes() && !lane.never_has_holes();
+    !volume.own().is_some_and(pauses) && segment::reclaim_one(volume)
 }
 
 /// Whether this process's lanes hold so little that orphaned lanes of other namespaces should go
@@ -78,22 +87,26 @@ fn is_poor(volume: &Volume) -> bool {
 }
 
 /// Gives space back while more is in use than the capacity allows, for example after that was
-/// lowered.
+/// lowered. Where no hole can be punched, nothing can be given back.
 pub(super) fn shrink(volume: &Volume) {
-    let Some(budget) = &volume.budget else { return };
-    while budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
-        if !give_back_ready(volume) && !evict::make_room(volume) && !segment::reclaim_one(volume) {
+    let (Some(budget), Some(lane)) = (&volume.budget, volume.own()) else { return };
+    while !lane.has_no_holes() && budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
+        if !give_back_spare(volume) && !evict::make_room(volume) && !segment::reclaim_one(volume) {
             return;
         }
     }
 }
 
-/// Gives the space of a ready segment back to the file system; `false` where none is ready, or no
-/// hole can be punched.
-pub(super) fn give_back_ready(volume: &Volume) -> bool {
-    let Some(lane) = volume.own() else { return false };
-    let Some(number) = lane.state().ok().and_then(|mut state| state.segments.take_ready()) else { return false };
-    lane.punch(u64::from(number) * lane.segment_bytes(), lane.segment_bytes())
+/// Gives the space of a segment without slots back to the file system; `false` where there is none,
+/// or no hole can be punched.
+pub(super) fn give_back_spare(volume: &Volume) -> bool {
+    let Some(lane) = volume.own().filter(|lane| !lane.has_no_holes()) else { return false };
+    let Some(number) = lane.state().ok().and_then(|mut state| state.segments.take_spare()) else { return false };
+    let is_given_back = lane.punch(u64::from(number) * lane.segment_bytes(), lane.segment_bytes());
+    if !is_given_back && let Ok(mut state) = lane.state() {
+        state.segments.keep_space(number, lane.never_has_holes());
+    }
+    is_given_back
 }
 
 /// Adds a segment to the own lane, if budget, free floor and drive allow it.

@@ -338,7 +338,11 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
             is_punched |= has_data(lane, offset)?;
-            lane.wipe(offset, lane.segment_bytes().min(data_bytes - offset))?;
+            let is_given_back = lane.wipe_segment(number)?;
+            // In a file without holes all of it has space.
+            if !is_given_back && lane.role == LaneRole::Own && offset + lane.segment_bytes() <= data_bytes {
+                lane.state()?.segments.keep_space(number, lane.never_has_holes());
+            }
         }
     }
     for (segment, gone) in unsettled {

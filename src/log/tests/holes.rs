@@ -7,11 +7,12 @@ use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
 use crate::log::lane::Lane;
 use crate::log::reclaim::{self, steps};
-use crate::log::{Log, LogOptions, PutSpec};
+use crate::log::{Log, LogOptions, PutOutcome, PutSpec};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
@@ -391,4 +392,43 @@ fn what_goes_is_in_the_table_until_its_slot_is_unreadable() {
     amid.arm(&log);
     log.remove(&[key(3)]).unwrap();
     assert!(amid.has_met.load(Ordering::SeqCst) && !has(&log, 3));
+}
+
+#[test]
+fn without_holes_a_full_cache_goes_on_storing_and_keeps_what_fits() {
+    let dir = temp();
+    let log = Log::open(LogOptions { capacity_bytes: 8 << 20, ..options(dir.path()) }).unwrap();
+    assert!(store(&log, 0));
+    log.volumes[0].own().unwrap().set_no_holes();
+    (1..2000).for_each(|n| assert!(store(&log, n), "key {n}"));
+    at_rest(&log);
+    let kept = (0..2000).filter(|n| has(&log, *n)).count() as u64;
+    assert!(kept * SLOT_BYTES > 4 << 20, "{kept} chunks are left");
+    assert!(log.stats().disk_bytes <= 8 << 20);
+}
+
+#[test]
+fn while_holes_fail_nothing_is_given_up_and_stores_are_shed() {
+    let dir = temp();
+    let log = Log::open(LogOptions { capacity_bytes: 8 << 20, ..options(dir.path()) }).unwrap();
+    (0..1000).for_each(|n| assert!(store(&log, n)));
+    at_rest(&log);
+    let own = log.volumes[0].own().unwrap();
+    own.pause_holes(Duration::from_secs(3600));
+    let begin = |n: u64| log.begin_put_within(spec(n), Duration::from_millis(300));
+    let kept = || (0..1000).filter(|n| has(&log, *n)).count();
+    let before = kept();
+    let mut puts = Vec::new();
+    let shed = (1000..2000).find(|n| match begin(*n) {
+        Ok(PutOutcome::Started(put)) => {
+            puts.push(put);
+            false
+        }
+        Ok(_) => true,
+        Err(e) => e.kind() == crate::error::ErrorKind::NoSpace,
+    });
+    assert!(shed.is_some() && kept() == before, "{shed:?}, {before} chunks before, {} now", kept());
+    own.pause_holes(Duration::ZERO);
+    assert!(store(&log, shed.unwrap()));
+    assert!(log.stats().disk_bytes <= 8 << 20);
 }
