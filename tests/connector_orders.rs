@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use forebay::config::{Admission, Capacity};
 use forebay::connector::{
-    AddRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta, StepOutput,
-    Worker,
+    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta,
+    StepOutput, Worker,
 };
 use forebay::engine::Engine;
 use forebay::geometry::{LayerKind, LayerSpec};
@@ -171,18 +171,25 @@ fn a_held_request_is_not_sent_before_its_ordered_store_has_begun() {
     let world = World::plain();
     let engine = Arc::new(world.open());
     let mut a = pair(&world, &engine, 5, 1);
-    a.on_new_request("a", 16);
-    let blocks = vec![(1..5).collect()];
+    a.on_new_request("a", 32);
+    let blocks = vec![(1..9).collect()];
     assert_eq!(a.s.get_num_new_matched_tokens("a", 0).tokens, Some(0));
     a.s.update_state_after_alloc("a", &blocks, 0).unwrap();
     let new = vec![NewRequest { req_id: "a", blocks, num_computed: 0, num_scheduled: 16 }];
-    let mut meta = a.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    let meta = a.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    a.w.start_load_kv(meta, None);
+    a.w.wait_for_save(None);
+    let rest = CachedRequest { req_id: "a", new_blocks: None, num_computed: 16, num_scheduled: 16, resumed: false };
+    let mut meta =
+        a.s.build_connector_meta(&StepInput { cached: vec![rest], ..StepInput::default() }, &mut |_, _, _| None);
     assert_eq!(meta.saves.len(), 1);
     meta.held.push("a".to_owned());
     a.w.start_load_kv(meta, None);
-    // With speculative decoding vLLM asks before it says that the step is computed.
-    assert!(a.w.get_finished(&[]).sending.is_empty(), "its blocks are still to be read");
+    // With speculative decoding vLLM asks, and says what has ended, before it says that the step is
+    // computed.
+    assert!(a.w.get_finished(&["a"]).sending.is_empty(), "its blocks are still to be read");
     a.w.wait_for_save(None);
+    assert_eq!((a.w.stats().saves, a.w.stats().refused_orders), (2, 0));
     let begun = Instant::now();
     while a.w.get_finished(&[]).sending.is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(10), "its blocks never come free");

@@ -379,6 +379,8 @@ impl Dir {
                 if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR | libc::ENOENT | libc::EINVAL)) =>
             {
                 let name = base.join(format!(".forebay-probe-{}", std::process::id()));
+                // A process of the same number may have been killed before it had removed its own.
+                let _ = std::fs::remove_file(&name);
                 let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&name);
                 made.and_then(|_| std::fs::remove_file(&name))
             }

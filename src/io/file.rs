@@ -162,6 +162,8 @@ impl DirectFile {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let name = format!(".forebay-trial-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = dir.as_ref().join(name);
+        // A process of the same number may have been killed before it had removed its own.
+        let _ = std::fs::remove_file(&path);
         let file = Self::open(&path, FileOptions { create_new: true, ..FileOptions::create() })?;
         std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the trial file", e).at(&path))?;
         Ok(file)

@@ -689,6 +689,9 @@ def main() -> int:
     parser.add_argument("--long-limit", type=float, default=120, help="seconds of a timed vLLM")
     asked = parser.parse_args()
     asked.parts = asked.parts.split(",")
+    if {"restart", "damage"} & set(asked.parts) and "same" not in asked.parts:
+        # These run behind it, with its answers.
+        asked.parts.insert(0, "same")
     unknown = set(asked.parts) - {*ANSWERS, *TIMED}
     if unknown:
         parser.error(f"unknown parts: {unknown}")

@@ -64,6 +64,7 @@ class Adapter(L2AdapterInterface):
         self._wake = {kind: create_event_notifier() for kind in self._done}
         # The store records evictions from the first call on.
         self._store.drain_evicted()
+        self._is_closed = False
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="forebay-lmcache", daemon=True)
         self._thread.start()
@@ -160,8 +161,9 @@ class Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """Waits for tasks under way, makes what was stored durable, and closes."""
-        if not self._thread.is_alive():
+        if self._is_closed:
             return
+        self._is_closed = True
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         self._store.close()

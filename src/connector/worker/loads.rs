@@ -219,11 +219,21 @@ impl Worker {
             }
         }
         for req_id in finished {
-            self.prompts.remove(*req_id);
             self.pins.remove(*req_id);
             self.prefetches.remove(*req_id);
-            self.failed_epochs.remove(*req_id);
+            // With speculative decoding vLLM says so before it says that the step is computed.
+            if self.orders.iter().any(|order| order.req_id == *req_id) {
+                self.ended.push((*req_id).to_owned());
+            } else {
+                self.forget(req_id);
+            }
         }
+    }
+
+    /// Forgets what stores of a request need.
+    pub(super) fn forget(&mut self, req_id: &str) {
+        self.prompts.remove(req_id);
+        self.failed_epochs.remove(req_id);
     }
 
     /// Waits until layer `layer` of the loads within this step is there; what is submitted to

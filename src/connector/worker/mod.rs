@@ -133,6 +133,8 @@ pub struct Worker {
     saves: Vec<saves::Saving>,
     /// Stores of the step that are started when it is computed.
     orders: Vec<super::meta::SaveOrder>,
+    /// Requests that have ended before their ordered stores were started.
+    ended: Vec<String>,
     /// Finished requests that are to be reported as sent.
     held: HashSet<String>,
     /// Requests whose load failed, with the load's epoch: stores ordered in it are dropped.
@@ -178,6 +180,7 @@ impl Worker {
             loads: Vec::new(),
             saves: Vec::new(),
             orders: Vec::new(),
+            ended: Vec::new(),
             held: HashSet::new(),
             failed_epochs: HashMap::new(),
             received: Vec::new(),

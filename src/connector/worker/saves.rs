@@ -76,6 +76,7 @@ impl Worker {
                 requests.push(request);
             }
         }
+        std::mem::take(&mut self.ended).iter().for_each(|req_id| self.forget(req_id));
         if requests.is_empty() {
             return;
         }

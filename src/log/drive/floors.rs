@@ -65,9 +65,11 @@ fn decode(file: &DirectFile) -> Result<Floors> {
         // The first write was cut off: no call has returned.
         return Ok(Floors::default());
     }
-    Floors::newest(a, b).map_err(|e| {
-        e.at(file.path())
-            .advice("what was purged or cleared could come back: delete the cache with `forebay purge CACHE_DIR --all`")
+    Floors::newest(a, b).map_err(|e| match e.kind() {
+        ErrorKind::Corrupt => e
+            .at(file.path())
+            .advice("what was purged or cleared could come back: delete the cache with `forebay purge CACHE_DIR --all`"),
+        _ => e.at(file.path()),
     })
 }
 
