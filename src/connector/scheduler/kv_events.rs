@@ -65,27 +65,44 @@ struct RemoteCopies {
 /// A map of at most `most` keys that forgets the oldest.
 #[derive(Debug)]
 struct Bounded<K, V> {
-    map: HashMap<K, V>,
-    order: VecDeque<K>,
+    /// Each value with the number of its insertion.
+    map: HashMap<K, (u64, V)>,
+    order: VecDeque<(u64, K)>,
+    inserted: u64,
     most: usize,
 }
 
 impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
     fn new(most: usize) -> Self {
-        Self { map: HashMap::new(), order: VecDeque::new(), most }
+        Self { map: HashMap::new(), order: VecDeque::new(), inserted: 0, most }
+    }
+
+    fn contains(&self, key: &K) -> bool {
+        self.map.contains_key(key)
+    }
+
+    fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+        self.map.get_mut(key).map(|(_, value)| value)
+    }
+
+    fn remove(&mut self, key: &K) -> Option<V> {
+        self.map.remove(key).map(|(_, value)| value)
     }
 
     /// Whether the key is new.
     fn insert(&mut self, key: K, value: V) -> bool {
-        if self.map.contains_key(&key) {
+        if self.contains(&key) {
             return false;
         }
-        self.map.insert(key, value);
-        self.order.push_back(key);
-        // Removed keys stay in the order until their turn comes.
+        self.inserted += 1;
+        self.map.insert(key, (self.inserted, value));
+        self.order.push_back((self.inserted, key));
+        // Removed keys stay in the order until their turn comes; one that is back has another place.
         while self.map.len() > self.most || self.order.len() > 2 * self.most {
-            let Some(oldest) = self.order.pop_front() else { break };
-            self.map.remove(&oldest);
+            let Some((number, oldest)) = self.order.pop_front() else { break };
+            if self.map.get(&oldest).is_some_and(|(current, _)| *current == number) {
+                self.map.remove(&oldest);
+            }
         }
         true
     }
@@ -138,7 +155,7 @@ impl EventLog {
             let tokens = (stop - i * size).min(size);
             let partial = (tokens < size).then(|| prompt.partial_key(i, tokens));
             let Some(key) = partial.unwrap_or_else(|| prompt.keys().get(i).copied()) else { continue };
-            if !self.known.map.contains_key(&key) && self.ordered.insert(key, HashSet::new()) {
+            if !self.known.contains(&key) && self.ordered.insert(key, HashSet::new()) {
                 self.events.ordered.push(chunk_of(req_id, key, (i * size, tokens)));
             }
         }
@@ -151,10 +168,10 @@ impl EventLog {
         }
         for chunk in &report.stored {
             let key = ChunkKey(chunk.key);
-            let Some(ranks) = self.ordered.map.get_mut(&key) else { continue };
+            let Some(ranks) = self.ordered.get_mut(&key) else { continue };
             ranks.insert(report.rank);
             if ranks.len() >= self.writers {
-                self.ordered.map.remove(&key);
+                self.ordered.remove(&key);
                 self.known.insert(key, ());
                 self.events.stored.push(key.0);
                 // All uploads may have been reported before this.
@@ -167,7 +184,7 @@ impl EventLog {
         }
         // After the stores: what a worker reports as evicted was gone when it reported.
         for key in &report.evicted {
-            if self.known.map.remove(&ChunkKey(*key)).is_some() {
+            if self.known.remove(&ChunkKey(*key)).is_some() {
                 self.events.evicted.push(*key);
             }
         }
@@ -175,7 +192,7 @@ impl EventLog {
 
     fn uploaded(&mut self, rank: u32, key: ChunkKey) {
         self.remote.insert(key, RemoteCopies::default());
-        if let Some(copies) = self.remote.map.get_mut(&key).filter(|copies| !copies.is_told) {
+        if let Some(copies) = self.remote.get_mut(&key).filter(|copies| !copies.is_told) {
             copies.ranks.insert(rank);
             self.tell_uploaded(key);
         }
@@ -184,8 +201,8 @@ impl EventLog {
     /// Makes an event for a chunk that every worker has uploaded, once an event has said that it is
     /// stored.
     fn tell_uploaded(&mut self, key: ChunkKey) {
-        let Some(copies) = self.remote.map.get_mut(&key) else { return };
-        if copies.ranks.len() >= self.writers && self.known.map.contains_key(&key) {
+        let Some(copies) = self.remote.get_mut(&key) else { return };
+        if copies.ranks.len() >= self.writers && self.known.contains(&key) {
             *copies = RemoteCopies { ranks: HashSet::new(), is_told: true };
             self.events.remote.push((key.0, true));
         }
@@ -194,7 +211,7 @@ impl EventLog {
     /// A rank's part of a chunk is gone from the remote tier. If there was an event for the chunk,
     /// another one takes it back; otherwise the other ranks' parts still count.
     fn part_gone(&mut self, rank: u32, key: ChunkKey) {
-        match self.remote.map.get_mut(&key) {
+        match self.remote.get_mut(&key) {
             Some(copies) if !copies.is_told => {
                 copies.ranks.remove(&rank);
             }
@@ -204,7 +221,7 @@ impl EventLog {
 
     /// The remote tier does not have a chunk, or not all ranks' parts of it.
     pub(super) fn remote_gone(&mut self, key: ChunkKey) {
-        if self.remote.map.remove(&key).is_some_and(|copies| copies.is_told) {
+        if self.remote.remove(&key).is_some_and(|copies| copies.is_told) {
             self.events.remote.push((key.0, false));
         }
     }
@@ -218,13 +235,13 @@ impl EventLog {
         let size = prompt.chunk_tokens().max(1);
         for (i, key) in prompt.keys().iter().enumerate().take(found / size) {
             if self.known.insert(*key, ()) {
-                self.ordered.map.remove(key);
+                self.ordered.remove(key);
                 self.events.found.push(chunk_of(req_id, *key, (i * size, size)));
                 self.tell_uploaded(*key);
             }
         }
         if let Some(key) = prompt.keys().get(found / size)
-            && self.known.map.remove(key).is_some()
+            && self.known.remove(key).is_some()
         {
             self.events.missing.push(chunk_of(req_id, *key, (found / size * size, size)));
         }
@@ -233,4 +250,18 @@ impl EventLog {
 
 fn chunk_of(req_id: &str, key: ChunkKey, (start, tokens): (usize, usize)) -> RequestChunk {
     RequestChunk { req_id: req_id.to_owned(), key: key.0, start, tokens }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_that_is_back_is_forgotten_in_its_new_turn() {
+        let mut map = Bounded::new(2);
+        assert!(map.insert(1, ()) && map.insert(2, ()) && map.remove(&1).is_some());
+        assert!(map.insert(1, ()) && !map.insert(1, ()) && map.insert(3, ()));
+        assert_eq!([1, 2, 3].map(|key| map.contains(&key)), [true, false, true]);
+        assert!(map.insert(4, ()) && map.get_mut(&3).is_some() && map.order.len() <= 4);
+    }
 }
