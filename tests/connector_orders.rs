@@ -179,6 +179,11 @@ fn a_held_request_is_not_sent_before_its_ordered_store_has_begun() {
     let meta = a.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
     a.w.start_load_kv(meta, None);
     a.w.wait_for_save(None);
+    let begun = Instant::now();
+    while a.w.stats().storing > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(10), "the first store never ends");
+        let _ = (a.w.get_finished(&[]), a.w.build_connector_worker_meta());
+    }
     let rest = CachedRequest { req_id: "a", new_blocks: None, num_computed: 16, num_scheduled: 16, resumed: false };
     let mut meta =
         a.s.build_connector_meta(&StepInput { cached: vec![rest], ..StepInput::default() }, &mut |_, _, _| None);
