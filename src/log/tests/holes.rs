@@ -7,7 +7,7 @@ use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
 use crate::log::lane::Lane;
 use crate::log::reclaim::{self, steps};
-use crate::log::{Log, LogOptions, PutOutcome, PutSpec};
+use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -405,6 +405,26 @@ fn without_holes_a_full_cache_goes_on_storing_and_keeps_what_fits() {
     let kept = (0..2000).filter(|n| has(&log, *n)).count() as u64;
     assert!(kept * SLOT_BYTES > 4 << 20, "{kept} chunks are left");
     assert!(log.stats().disk_bytes <= 8 << 20);
+}
+
+#[test]
+fn what_gives_no_room_is_not_given_up_for_another_process() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    (0..200).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let own = log.volumes[0].own().unwrap();
+    let kept_when_asked = || {
+        std::fs::write(dir.path().join("WANTED"), b"1").unwrap();
+        log.turn(Turn::Scan);
+        (0..200).filter(|n| has(&log, *n)).count()
+    };
+    own.set_no_holes();
+    assert_eq!(kept_when_asked(), 200, "the file system takes no holes");
+    own.pause_holes(Duration::from_secs(3600));
+    assert_eq!(kept_when_asked(), 200, "a hole has just failed");
+    own.pause_holes(Duration::ZERO);
+    assert!(kept_when_asked() < 200, "it is asked for");
 }
 
 #[test]
