@@ -387,14 +387,16 @@ fn hand_over(volume: &Volume, victim: &Victim, is_given_back: bool) -> Result<()
     let lane = &victim.lane;
     let mut state = lane.state()?;
     let epoch = state.segments.free(victim.segment);
-    if !is_given_back && lane.role == LaneRole::Own {
-        state.segments.keep_space(victim.segment, lane.never_has_holes());
-    }
-    drop(state);
+    // Before the lane's lock is free: a put may open the segment at once, and what it says of it
+    // must not be overwritten.
     if let Some(shared) = lane.shared() {
         drop(shared.set_live(victim.segment, 0, 0));
         drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
     }
+    if !is_given_back && lane.role == LaneRole::Own {
+        state.segments.keep_space(victim.segment, lane.never_has_holes());
+    }
+    drop(state);
     volume.ctx.counters.reclaimed.add(1);
     lane.progress.notify_all();
     Ok(())

@@ -2,10 +2,10 @@
 //! inputs.
 
 use super::support::*;
-use crate::index::EntryKind;
+use crate::index::{EntryKind, SegmentState};
 use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
-use crate::log::lane::Lane;
+use crate::log::lane::{Lane, SegmentPhase};
 use crate::log::reclaim::{self, steps};
 use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn};
 use parking_lot::Mutex;
@@ -405,6 +405,35 @@ fn without_holes_a_full_cache_goes_on_storing_and_keeps_what_fits() {
     let kept = (0..2000).filter(|n| has(&log, *n)).count() as u64;
     assert!(kept * SLOT_BYTES > 4 << 20, "{kept} chunks are left");
     assert!(log.stats().disk_bytes <= 8 << 20);
+}
+
+/// Otherwise lookups miss all that is stored in it until it is sealed. The moment for it is short:
+/// the test need not meet it each time.
+#[test]
+fn without_holes_a_segment_that_is_opened_while_it_is_handed_over_is_open_for_lookups() {
+    let dir = temp();
+    let log = Log::open(LogOptions { capacity_bytes: 4 << 20, ..options(dir.path()) }).unwrap();
+    assert!(store(&log, 0));
+    let own = log.volumes[0].own().unwrap();
+    own.set_no_holes();
+    let is_as_shared = || {
+        let (state, shared) = (own.state().unwrap(), own.shared().unwrap());
+        let mut open = state.segments.iter().filter(|(_, s)| s.phase() == SegmentPhase::Open);
+        open.all(|(n, s)| {
+            shared.segment(n).is_some_and(|view| (view.state, view.epoch) == (SegmentState::Open, s.epoch()))
+        })
+    };
+    std::thread::scope(|scope| {
+        for thread in 1..5u64 {
+            let (log, is_as_shared) = (&log, &is_as_shared);
+            scope.spawn(move || {
+                for n in thread * 1000..thread * 1000 + 500 {
+                    store(log, n);
+                    assert!(is_as_shared(), "key {n}");
+                }
+            });
+        }
+    });
 }
 
 #[test]
