@@ -205,7 +205,10 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
         return Ok(EvictedSlots::default());
     }
     tell(volume, lane, (first.segment, first.epoch), &going);
-    let bytes = erase_marked(volume, lane, &going, Some(patience))?;
+    let bytes = erase_marked(volume, lane, &going, Some(patience)).inspect_err(|_| {
+        // What is left of them stays marked: a sweep tries again.
+        lane.shared().iter().for_each(|s| s.note_removal());
+    })?;
     Ok(EvictedSlots { chunks: going.len() as u64, bytes })
 }
 
@@ -304,17 +307,29 @@ pub(super) fn write_lists(lane: &Lane) {
     changed.into_iter().for_each(|segment| journal::try_write_gone(lane, segment));
 }
 
-/// Makes the slots of entries unreadable that other processes, or loads, have marked as removed.
+/// Makes the slots of entries unreadable that other processes, or loads, have marked as removed,
+/// and those that evictions have left because the drive failed.
 pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     let mut marked: Vec<Entry> = Vec::new();
-    lane.table().for_each_marked(Mark::Removed, |entry| marked.push(*entry));
+    let table = lane.table();
+    [Mark::Removed, Mark::Leaving]
+        .into_iter()
+        .for_each(|mark| table.for_each_marked(mark, |entry| marked.push(*entry)));
     marked.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
     for of_segment in marked.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
         let _one = lane.erasing.lock();
+        // What is marked while nothing is being erased was left; the others are gone by now, or
+        // stay.
+        let table = lane.table();
+        let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+        let is_left = |e: &&Entry| {
+            table.get_marked(&e.key).is_some_and(|(now, _, mark)| mark.is_some() && here(&now) == here(e))
+        };
+        let of_segment: Vec<Entry> = of_segment.iter().filter(is_left).copied().collect();
         let Some(first) = of_segment.first() else { continue };
         let phase = lane.state()?.segments.get(first.segment).filter(|s| s.epoch() == first.epoch).map(|s| s.phase());
         if phase.is_some_and(|p| !matches!(p, SegmentPhase::Absent | SegmentPhase::Ready)) {
-            erase_marked(volume, lane, of_segment, None)?;
+            erase_marked(volume, lane, &of_segment, None)?;
         }
         let mut state = lane.state()?;
         of_segment.iter().for_each(|e| policy::forget(&mut state, &e.key));
