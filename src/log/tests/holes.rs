@@ -481,3 +481,32 @@ fn while_holes_fail_nothing_is_given_up_and_stores_are_shed() {
     assert!(store(&log, shed.unwrap()));
     assert!(log.stats().disk_bytes <= 8 << 20);
 }
+
+#[test]
+fn holes_that_fail_for_long_cost_a_chunk_for_each_try() {
+    const TRIES: usize = 4;
+    let dir = temp();
+    let log = Log::open(hole_punching(dir.path())).unwrap();
+    fill(&log, 0..1600);
+    at_rest(&log);
+    let own = log.volumes[0].own().unwrap();
+    let before = held(&log, 0..1600).len();
+    own.fail_holes();
+    let (mut puts, mut n) = (Vec::new(), 2000);
+    let until = soon();
+    for _ in 0..TRIES {
+        own.pause_holes(Duration::ZERO);
+        // Until a hole is tried again.
+        while !own.has_no_holes() {
+            match log.begin_put(chained(n)).unwrap() {
+                PutOutcome::Started(put) => puts.push(put),
+                _ => std::thread::sleep(Duration::from_millis(1)),
+            }
+            n += 1;
+            assert!(std::time::Instant::now() < until, "no hole is tried");
+        }
+        at_rest(&log);
+    }
+    let lost = before - held(&log, 0..1600).len();
+    assert!(lost <= TRIES, "{lost} chunks were lost");
+}
