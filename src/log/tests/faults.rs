@@ -526,3 +526,20 @@ fn the_floor_of_a_tenant_stays_while_one_of_its_slots_could_not_be_made_unreadab
     assert!(!places.iter().any(SlotPlace::is_readable));
     assert_eq!(volume.shard.tenants(), 0, "there is nothing to hide any more");
 }
+
+/// A lookup would promise it after a crash, and a load not find it.
+#[test]
+fn a_flush_that_fails_does_not_forget_what_was_removed() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
+    switch.set(INDEX_EIO);
+    assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Io);
+    switch.set(NONE);
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!((log.lookup(&[key(1)]), log.stats().chunks), (0, 2));
+    assert!(has(&log, 0) && has(&log, 2));
+}
