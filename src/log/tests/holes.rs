@@ -5,7 +5,7 @@ use super::support::*;
 use crate::index::{EntryKind, SegmentState};
 use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
-use crate::log::lane::{Lane, SegmentPhase};
+use crate::log::lane::{Lane, LaneRole, SegmentPhase};
 use crate::log::reclaim::{self, steps};
 use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn};
 use parking_lot::Mutex;
@@ -509,4 +509,23 @@ fn holes_that_fail_for_long_cost_a_chunk_for_each_try() {
     }
     let lost = before - held(&log, 0..1600).len();
     assert!(lost <= TRIES, "{lost} chunks were lost");
+}
+
+#[test]
+fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
+    let dir = temp();
+    let older = Log::open(options(dir.path())).unwrap();
+    (0..60).for_each(|n| assert!(store(&older, n)));
+    older.seal(soon()).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    older.abandon();
+    drop(older);
+    log.turn(Turn::Scan);
+    let volume = &log.volumes[0];
+    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    let kept = || (0..60).filter(|n| has(&log, *n)).count();
+    adopted.pause_holes(Duration::from_secs(3600));
+    assert!(!steps::reclaim_one(volume) && kept() == 60);
+    adopted.pause_holes(Duration::ZERO);
+    assert!(steps::reclaim_one(volume) && kept() < 60);
 }
