@@ -109,6 +109,15 @@ fn words_for(segments: u64, records: u64, ring: u64) -> u64 {
     HEADER_WORDS as u64 + segments * SEGMENT_WORDS as u64 + records * RECORD_WORDS as u64 + ring
 }
 
+/// Where the nonces of an attachment's leases begin. Two attachments of a process, or processes with
+/// the same number in two containers, must not give a record the same owner word: whoever comes
+/// late to end its lease would end the other's.
+fn first_nonce(holder: &Holder) -> u32 {
+    static ATTACHMENTS: AtomicU32 = AtomicU32::new(0);
+    let attachment = u64::from(ATTACHMENTS.fetch_add(1, Ordering::Relaxed));
+    ((holder.ident() ^ (attachment << 40)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32
+}
+
 #[derive(Debug)]
 pub(super) struct MappedLane {
     pub(super) map: Mapping,
@@ -207,7 +216,7 @@ impl SharedLane {
                 holder,
                 is_writer,
                 held: Mutex::default(),
-                nonce: AtomicU32::new(0),
+                nonce: AtomicU32::new(first_nonce(&holder)),
                 process: std::process::id(),
             }),
         })

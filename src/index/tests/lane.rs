@@ -71,6 +71,23 @@ fn an_expired_lease_protects_nothing_and_its_guard_harms_nothing() {
     drop(other);
 }
 
+/// As when the lane's table has grown, and as with processes of one number in two containers.
+#[test]
+fn the_guard_of_an_expired_lease_does_not_end_one_of_another_attachment_of_its_process() {
+    let in_container = Holder { pid_ns: 78, ..holder(2) };
+    for its in [holder(2), in_container] {
+        let b = both(8, None);
+        let old = b.reader.lease(0, 1, 100, &env(10)).unwrap();
+        let end = old.expiry_ns();
+        assert_eq!(b.writer.sweep_leases(&env(end)), 1);
+        let again = SharedLane::attach(&b.file, BOOT, its, Access::ReadWrite).unwrap();
+        let other = again.lease(1, 1, end + 100, &env(end)).unwrap();
+        drop(old);
+        assert_eq!(b.writer.try_condemn(1, &env(end)).unwrap_err(), CondemnRefused::Leased(its));
+        drop(other);
+    }
+}
+
 #[test]
 fn a_later_expiry_extends_the_lease_for_all_guards() {
     let b = both(8, None);

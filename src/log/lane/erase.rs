@@ -7,6 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Lane;
+#[cfg(test)]
+use crate::error::Error;
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
@@ -46,6 +48,11 @@ impl Lane {
         }
     }
 
+    /// Whether the hole that was tried last has failed.
+    pub(in crate::log) fn has_failed_a_hole(&self) -> bool {
+        self.no_holes_until.load(Ordering::Relaxed) != 0
+    }
+
     /// Whether the file system takes no holes, as far as known.
     pub(in crate::log) fn never_has_holes(&self) -> bool {
         self.no_holes_until.load(Ordering::Relaxed) == u64::MAX
@@ -61,6 +68,20 @@ impl Lane {
     #[cfg(test)]
     pub(in crate::log) fn pause_holes(&self, pause: Duration) {
         self.no_holes_until.store(self.ctx.options.clock.boot_ns() + pause.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// From now on every hole that is tried fails.
+    #[cfg(test)]
+    pub(in crate::log) fn fail_holes(&self) {
+        self.holes_fail.store(true, Ordering::Relaxed);
+    }
+
+    fn try_punch(&self, offset: u64, bytes: u64) -> Result<()> {
+        #[cfg(test)]
+        if self.holes_fail.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::NoSpace, "a test lets holes fail"));
+        }
+        self.data.punch_hole(offset, bytes)
     }
 
     /// Makes slots of a segment, sorted by place, unreadable; how many bytes were given back to the
@@ -122,7 +143,10 @@ impl Lane {
         if self.has_no_holes() {
             return false;
         }
-        let Err(e) = self.data.punch_hole(offset, bytes) else { return true };
+        let Err(e) = self.try_punch(offset, bytes) else {
+            self.no_holes_until.store(0, Ordering::Relaxed);
+            return true;
+        };
         let dir = self.dir.display();
         if e.kind() == ErrorKind::Unsupported {
             self.no_holes_until.store(u64::MAX, Ordering::Relaxed);

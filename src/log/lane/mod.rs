@@ -274,6 +274,8 @@ pub struct Lane {
     index_writes: Arc<IndexWrites>,
     /// Until when, on the boot clock, no hole is tried: 0 for none has failed, `u64::MAX` for ever.
     no_holes_until: AtomicU64,
+    #[cfg(test)]
+    holes_fail: std::sync::atomic::AtomicBool,
     /// So many of the lane's removals (shared memory counts those by other processes and by loads)
     /// have been swept.
     swept: AtomicU64,
@@ -317,6 +319,8 @@ impl Lane {
             lock: Mutex::new(p.lock),
             index_writes: Arc::default(),
             no_holes_until: AtomicU64::new(0),
+            #[cfg(test)]
+            holes_fail: std::sync::atomic::AtomicBool::new(false),
             swept: AtomicU64::new(0),
         })
     }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::ring::{JournalRing, SegmentUse};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal::RECORDS_PER_PAGE;
-use crate::format::record::Record;
+use crate::format::record::{Record, RecordKind};
 
 /// Most pages written with one request.
 const PAGES_PER_WRITE: usize = 64;
@@ -151,10 +151,13 @@ impl Pending {
 
     /// Answers the flushes up to number `asked`. After a failed flush, pages written since the last
     /// good one may be lost even if a later flush succeeds. So all records of unsealed segments
-    /// (`unsealed`) wait to be written again.
+    /// (`unsealed`) wait to be written again. What waits about slots that are gone, which are not
+    /// among these, goes on waiting.
     pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
         if outcome.is_err() {
+            let gone: Vec<Record> = self.records.drain(..).filter(|r| r.kind == RecordKind::Gone).collect();
             self.records = unsealed().into();
+            self.records.extend(gone);
             self.since = (!self.records.is_empty()).then(Instant::now);
         }
         self.done = self.done.max(asked);

@@ -25,7 +25,7 @@ use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::index::{Entry, EntryKind, Mark, tag_of};
 use crate::log::base::sizes;
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, LaneRole, PolicyEvent, SegmentPhase, SlotRange, slot_bytes};
+use crate::log::lane::{Lane, LaneRole, LaneState, PolicyEvent, SegmentPhase, SlotRange, slot_bytes};
 use crate::log::{journal, policy};
 
 /// At most one part in this many of the capacity is evicted at once, but a segment's bytes always.
@@ -85,7 +85,8 @@ fn in_use(own: &Lane) -> u64 {
 /// Reclaims the emptiest segment where there are too many, if the open one has plenty of room for
 /// the slots that must be written again.
 fn tidy(volume: &Volume, own: &Lane, most: u64) {
-    if own.state().is_ok_and(|state| state.segments.is_roomy()) && in_use(own) > most {
+    let has_room = !own.has_no_holes() && own.state().is_ok_and(|state| state.segments.is_roomy());
+    if has_room && in_use(own) > most {
         segment::reclaim_one(volume);
     }
 }
@@ -102,8 +103,10 @@ fn evict_some(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
     trim_regions(own)?;
     let mut freed = 0;
     while freed < bytes {
-        let need = own.segment_bytes().saturating_sub(freed);
-        let chosen = choose(own, bytes - freed, need)?;
+        // After a hole that failed, one chunk shows whether they are taken again.
+        let most = if own.has_failed_a_hole() { 1 } else { bytes - freed };
+        let need = own.segment_bytes().saturating_sub(freed).min(most);
+        let chosen = choose(own, most, need)?;
         let evicted = evict(volume, own, chosen)?;
         if evicted.bytes == 0 {
             break;
@@ -165,15 +168,30 @@ pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -
     chosen.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
     let in_need = lane.state()?.segments.ready() == 0;
     let patience = Instant::now() + if in_need { PATIENCE_IN_NEED } else { PATIENCE };
-    let mut evicted = EvictedSlots::default();
+    let (mut evicted, mut outcome) = (EvictedSlots::default(), Ok(()));
+    let had_holes = !lane.has_no_holes();
     for of_segment in chosen.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
-        let one = evict_in(volume, lane, of_segment, patience)?;
-        evicted.chunks += one.chunks;
-        evicted.bytes += one.bytes;
+        // After a failure the others stay: they would go and give no room.
+        if outcome.is_err() || had_holes && lane.has_no_holes() {
+            give_back(&mut *lane.state()?, of_segment);
+            continue;
+        }
+        match evict_in(volume, lane, of_segment, patience) {
+            Ok(one) => {
+                evicted.chunks += one.chunks;
+                evicted.bytes += one.bytes;
+            }
+            Err(e) => outcome = Err(e),
+        }
     }
     volume.ctx.counters.evicted.add(evicted.chunks);
     volume.ctx.counters.hole_evicted.add(evicted.chunks);
-    Ok(evicted)
+    outcome.map(|()| evicted)
+}
+
+/// Gives chunks that stay back to the policy, which had given them up.
+fn give_back(state: &mut LaneState, entries: &[Entry]) {
+    entries.iter().for_each(|e| state.usage.observe(PolicyEvent::There(tag_of(&e.key), slot_bytes(e))));
 }
 
 /// The same in one segment.
@@ -201,11 +219,14 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
         let mut state = lane.state()?;
         let table = lane.table();
         going.iter().try_for_each(|e| table.unmark(&e.key, e.seq, Mark::Leaving))?;
-        going.iter().for_each(|e| state.usage.observe(PolicyEvent::There(tag_of(&e.key), slot_bytes(e))));
+        give_back(&mut state, &going);
         return Ok(EvictedSlots::default());
     }
     tell(volume, lane, (first.segment, first.epoch), &going);
-    let bytes = erase_marked(volume, lane, &going, Some(patience))?;
+    let bytes = erase_marked(volume, lane, &going, Some(patience)).inspect_err(|_| {
+        // What is left of them stays marked: a sweep tries again.
+        lane.shared().iter().for_each(|s| s.note_removal());
+    })?;
     Ok(EvictedSlots { chunks: going.len() as u64, bytes })
 }
 
@@ -304,17 +325,29 @@ pub(super) fn write_lists(lane: &Lane) {
     changed.into_iter().for_each(|segment| journal::try_write_gone(lane, segment));
 }
 
-/// Makes the slots of entries unreadable that other processes, or loads, have marked as removed.
+/// Makes the slots of entries unreadable that other processes, or loads, have marked as removed,
+/// and those that evictions have left because the drive failed.
 pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     let mut marked: Vec<Entry> = Vec::new();
-    lane.table().for_each_marked(Mark::Removed, |entry| marked.push(*entry));
+    let table = lane.table();
+    [Mark::Removed, Mark::Leaving]
+        .into_iter()
+        .for_each(|mark| table.for_each_marked(mark, |entry| marked.push(*entry)));
     marked.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
     for of_segment in marked.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
         let _one = lane.erasing.lock();
+        // What is marked while nothing is being erased was left; the others are gone by now, or
+        // stay.
+        let table = lane.table();
+        let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+        let is_left = |e: &&Entry| {
+            table.get_marked(&e.key).is_some_and(|(now, _, mark)| mark.is_some() && here(&now) == here(e))
+        };
+        let of_segment: Vec<Entry> = of_segment.iter().filter(is_left).copied().collect();
         let Some(first) = of_segment.first() else { continue };
         let phase = lane.state()?.segments.get(first.segment).filter(|s| s.epoch() == first.epoch).map(|s| s.phase());
         if phase.is_some_and(|p| !matches!(p, SegmentPhase::Absent | SegmentPhase::Ready)) {
-            erase_marked(volume, lane, of_segment, None)?;
+            erase_marked(volume, lane, &of_segment, None)?;
         }
         let mut state = lane.state()?;
         of_segment.iter().for_each(|e| policy::forget(&mut state, &e.key));

@@ -53,12 +53,19 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
         return Ok(true);
     }
     let mut going: Vec<Entry> = Vec::new();
-    lane.table().for_each(|_, e| {
+    let mut look = |e: &Entry| {
         if e.kind == EntryKind::Chunk && !volume.shard.is_above_floor(Some(e.tenant), e.seq) {
             going.push(*e);
         }
-    });
-    going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
+    };
+    let table = lane.table();
+    table.for_each(|_, e| look(e));
+    // Also those that are on their way out, or could not be made unreadable before: the floor must
+    // not be dropped while they can be read.
+    [Mark::Leaving, Mark::Removed].into_iter().for_each(|mark| table.for_each_marked(mark, &mut look));
+    let place = |e: &Entry| (e.segment, e.epoch, e.page);
+    going.sort_unstable_by_key(place);
+    going.dedup_by_key(|e| place(e));
     for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
         let _one = lane.erasing.lock();
         let mut marked: Vec<Entry> = Vec::new();
@@ -67,7 +74,9 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
             let _state = lane.state()?;
             let table = lane.table();
             for e in of_segment {
-                if table.mark(&e.key, e.seq, Mark::Leaving)? {
+                let is_here = |now: &Entry| (now.seq, place(now)) == (e.seq, place(e));
+                if table.get_marked(&e.key).is_some_and(|(now, ..)| is_here(&now)) {
+                    table.mark(&e.key, e.seq, Mark::Leaving)?;
                     marked.push(*e);
                 }
             }

@@ -42,7 +42,9 @@ pub(super) fn grant_space(volume: &Volume) {
     let path = volume.root.join(NAME);
     let Ok(written) = fs::metadata(&path).and_then(|m| m.modified()) else { return };
     let is_recent = SystemTime::now().duration_since(written).is_ok_and(|age| age < LASTS);
-    if !is_recent || holds(volume) <= MODEST {
+    // Without holes a reclaimed segment keeps its space: its chunks would go, and nobody gain.
+    let gives_nothing = volume.own().is_none_or(|own| own.has_no_holes());
+    if !is_recent || gives_nothing || holds(volume) <= MODEST {
         return;
     }
     // A reclaimed segment has no space any more. The one that is ready is kept: without it this

@@ -123,7 +123,9 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let policy = policy_of(volume);
     let mut best: Option<(index::EvictionRank, Victim)> = None;
-    for lane in volume.lanes().held() {
+    // While a hole has just failed in an adopted lane, its chunks would go and give no room.
+    let gives_room = |lane: &&Arc<Lane>| lane.role == LaneRole::Own || !lane.has_no_holes() || lane.never_has_holes();
+    for lane in volume.lanes().held().filter(gives_room) {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
         // An empty segment goes first: nothing is lost with it. A sample may overlook a chunk; the
@@ -387,14 +389,16 @@ fn hand_over(volume: &Volume, victim: &Victim, is_given_back: bool) -> Result<()
     let lane = &victim.lane;
     let mut state = lane.state()?;
     let epoch = state.segments.free(victim.segment);
-    if !is_given_back && lane.role == LaneRole::Own {
-        state.segments.keep_space(victim.segment, lane.never_has_holes());
-    }
-    drop(state);
+    // Before the lane's lock is free: a put may open the segment at once, and what it says of it
+    // must not be overwritten.
     if let Some(shared) = lane.shared() {
         drop(shared.set_live(victim.segment, 0, 0));
         drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
     }
+    if !is_given_back && lane.role == LaneRole::Own {
+        state.segments.keep_space(victim.segment, lane.never_has_holes());
+    }
+    drop(state);
     volume.ctx.counters.reclaimed.add(1);
     lane.progress.notify_all();
     Ok(())

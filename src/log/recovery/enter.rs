@@ -49,9 +49,8 @@ impl<'a> Recovery<'a> {
         Self { ctx, table, shared, state, superblock, expiries: Vec::new(), twins: Vec::new() }
     }
 
-    /// Enters records of one segment. The table was made for the records that index.kv names; what
-    /// finds no place in it (many slots found by their headers alone, or an unlucky spread) is
-    /// counted as damaged, and is a miss.
+    /// Enters records of one segment. The table was made for as many as there can be; what finds no
+    /// place in it (an unlucky spread) is counted as damaged, and is a miss.
     pub(super) fn take(&mut self, records: &[Record]) -> Result<()> {
         let Some(first) = records.first() else { return Ok(()) };
         let segment = first.segment as usize;

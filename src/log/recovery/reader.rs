@@ -143,11 +143,13 @@ impl<'a> Reader<'a> {
         Ok(reader)
     }
 
-    /// Records that [`replay`](Self::replay) will give, at most, besides those that it finds as
-    /// slot headers.
+    /// Records that [`replay`](Self::replay) will give, at most: as many as a region takes where
+    /// they are to be found as slot headers.
     pub(in crate::log) fn expected(&self) -> u64 {
+        let capacity = sizes::region_records(self.superblock.region_bytes) as u64;
         let left = |s: &ReadSegment| u64::from(s.count).saturating_sub(s.gone.len() as u64);
-        self.found.segments.iter().map(|s| left(s) + s.records.len() as u64).sum()
+        let most = |s: &ReadSegment| if s.damaged { capacity } else { left(s) + s.records.len() as u64 };
+        self.found.segments.iter().map(most).sum()
     }
 
     fn survey_regions(&mut self) -> Result<()> {

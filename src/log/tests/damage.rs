@@ -164,6 +164,33 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     assert!(has(&log, 50));
 }
 
+/// The table must have room for them: a removal finds only what it names.
+#[test]
+fn all_slots_are_found_where_the_regions_of_all_segments_are_damaged() {
+    const STORED: u64 = 1500;
+    let dir = temp();
+    let log = open(dir.path());
+    (0..STORED).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    log.close(soon()).unwrap();
+    drop(log);
+    let path = lane_file(dir.path(), "index.kv");
+    let index = DirectFile::open(&path, FileOptions::read_only().buffered()).unwrap();
+    let superblock = recover::superblock(&index).unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let ring = vec![0; (superblock.regions_offset - superblock.ring_offset) as usize];
+    file.write_all_at(&ring, superblock.ring_offset).unwrap();
+    let regions = (file.metadata().unwrap().len() - superblock.regions_offset) / superblock.region_bytes;
+    let region = |n: u64| superblock.regions_offset + n * superblock.region_bytes;
+    (0..regions).for_each(|n| flip(&file, (region(n) + 20) * 8));
+    file.sync_all().unwrap();
+    let log = open(dir.path());
+    assert_eq!((0..STORED).filter(|n| has(&log, *n)).count() as u64, STORED);
+    log.remove(&(0..STORED).map(key).collect::<Vec<_>>()).unwrap();
+    let log = crash(log);
+    assert!((0..STORED).all(|n| !has(&log, n)), "a removal has found them all");
+}
+
 /// The journal still has pages with records of the segment's use before; those of its current use
 /// are lost.
 #[test]

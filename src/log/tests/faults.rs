@@ -484,3 +484,62 @@ fn that_a_segment_is_free_is_flushed_before_anything_else_is_done() {
     let freed = seen.iter().position(|(op, at, ..)| (*op, *at) == (Op::Write, region)).unwrap();
     assert!(seen.get(freed + 1).is_some_and(|(op, _, of_index)| *op == Op::Flush && *of_index), "{seen:?}");
 }
+
+/// Otherwise the key could not be stored again, nor its segment be found empty, until the cache is
+/// opened anew.
+#[test]
+fn what_an_eviction_left_because_the_drive_failed_is_made_unreadable_later() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let own = log.volumes[0].own().unwrap();
+    own.set_no_holes();
+    let place = SlotPlace::of(&log, 1);
+    let chosen = [1, 2].map(|n| own.get(&key(n)).unwrap()).to_vec();
+    switch.set(DATA_EIO);
+    assert_eq!(steps::evict(&log.volumes[0], &own, chosen).unwrap_err().kind(), ErrorKind::Io);
+    assert!(!has(&log, 1) && place.is_readable());
+    switch.set(NONE);
+    log.turn(Turn::Maintain);
+    assert!(!place.is_readable() && own.table().get_marked(&key(1)).is_none());
+    assert!(store(&log, 1) && has(&log, 1) && (3..5).all(|n| has(&log, n)));
+}
+
+#[test]
+fn the_floor_of_a_tenant_stays_while_one_of_its_slots_could_not_be_made_unreadable() {
+    const ACME: u64 = 77;
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..3).for_each(|n| assert!(store_spec(&log, PutSpec { tenant: ACME, ..spec(n) }, n, 0).unwrap()));
+    log.seal(soon()).unwrap();
+    let volume = &log.volumes[0];
+    volume.own().unwrap().set_no_holes();
+    let places: Vec<_> = (0..3).map(|n| SlotPlace::of(&log, n)).collect();
+    assert_eq!(log.remove_tenant(ACME).unwrap(), 3);
+    switch.set(DATA_EIO);
+    (0..3).for_each(|_| log.turn(Turn::Maintain));
+    assert!(places.iter().all(SlotPlace::is_readable), "the drive fails");
+    assert!(volume.shard.tenants() > 0, "the floor hides them");
+    switch.set(NONE);
+    (0..2).for_each(|_| log.turn(Turn::Maintain));
+    assert!(!places.iter().any(SlotPlace::is_readable));
+    assert_eq!(volume.shard.tenants(), 0, "there is nothing to hide any more");
+}
+
+/// A lookup would promise it after a crash, and a load not find it.
+#[test]
+fn a_flush_that_fails_does_not_forget_what_was_removed() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
+    switch.set(INDEX_EIO);
+    assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Io);
+    switch.set(NONE);
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!((log.lookup(&[key(1)]), log.stats().chunks), (0, 2));
+    assert!(has(&log, 0) && has(&log, 2));
+}

@@ -2,12 +2,12 @@
 //! inputs.
 
 use super::support::*;
-use crate::index::EntryKind;
+use crate::index::{EntryKind, SegmentState};
 use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
-use crate::log::lane::Lane;
+use crate::log::lane::{Lane, LaneRole, SegmentPhase};
 use crate::log::reclaim::{self, steps};
-use crate::log::{Log, LogOptions, PutOutcome, PutSpec};
+use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -407,6 +407,55 @@ fn without_holes_a_full_cache_goes_on_storing_and_keeps_what_fits() {
     assert!(log.stats().disk_bytes <= 8 << 20);
 }
 
+/// Otherwise lookups miss all that is stored in it until it is sealed. The moment for it is short:
+/// the test need not meet it each time.
+#[test]
+fn without_holes_a_segment_that_is_opened_while_it_is_handed_over_is_open_for_lookups() {
+    let dir = temp();
+    let log = Log::open(LogOptions { capacity_bytes: 4 << 20, ..options(dir.path()) }).unwrap();
+    assert!(store(&log, 0));
+    let own = log.volumes[0].own().unwrap();
+    own.set_no_holes();
+    let is_as_shared = || {
+        let (state, shared) = (own.state().unwrap(), own.shared().unwrap());
+        let mut open = state.segments.iter().filter(|(_, s)| s.phase() == SegmentPhase::Open);
+        open.all(|(n, s)| {
+            shared.segment(n).is_some_and(|view| (view.state, view.epoch) == (SegmentState::Open, s.epoch()))
+        })
+    };
+    std::thread::scope(|scope| {
+        for thread in 1..5u64 {
+            let (log, is_as_shared) = (&log, &is_as_shared);
+            scope.spawn(move || {
+                for n in thread * 1000..thread * 1000 + 500 {
+                    store(log, n);
+                    assert!(is_as_shared(), "key {n}");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn what_gives_no_room_is_not_given_up_for_another_process() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    (0..200).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let own = log.volumes[0].own().unwrap();
+    let kept_when_asked = || {
+        std::fs::write(dir.path().join("WANTED"), b"1").unwrap();
+        log.turn(Turn::Scan);
+        (0..200).filter(|n| has(&log, *n)).count()
+    };
+    own.set_no_holes();
+    assert_eq!(kept_when_asked(), 200, "the file system takes no holes");
+    own.pause_holes(Duration::from_secs(3600));
+    assert_eq!(kept_when_asked(), 200, "a hole has just failed");
+    own.pause_holes(Duration::ZERO);
+    assert!(kept_when_asked() < 200, "it is asked for");
+}
+
 #[test]
 fn while_holes_fail_nothing_is_given_up_and_stores_are_shed() {
     let dir = temp();
@@ -431,4 +480,52 @@ fn while_holes_fail_nothing_is_given_up_and_stores_are_shed() {
     own.pause_holes(Duration::ZERO);
     assert!(store(&log, shed.unwrap()));
     assert!(log.stats().disk_bytes <= 8 << 20);
+}
+
+#[test]
+fn holes_that_fail_for_long_cost_a_chunk_for_each_try() {
+    const TRIES: usize = 4;
+    let dir = temp();
+    let log = Log::open(hole_punching(dir.path())).unwrap();
+    fill(&log, 0..1600);
+    at_rest(&log);
+    let own = log.volumes[0].own().unwrap();
+    let before = held(&log, 0..1600).len();
+    own.fail_holes();
+    let (mut puts, mut n) = (Vec::new(), 2000);
+    let until = soon();
+    for _ in 0..TRIES {
+        own.pause_holes(Duration::ZERO);
+        // Until a hole is tried again.
+        while !own.has_no_holes() {
+            match log.begin_put(chained(n)).unwrap() {
+                PutOutcome::Started(put) => puts.push(put),
+                _ => std::thread::sleep(Duration::from_millis(1)),
+            }
+            n += 1;
+            assert!(std::time::Instant::now() < until, "no hole is tried");
+        }
+        at_rest(&log);
+    }
+    let lost = before - held(&log, 0..1600).len();
+    assert!(lost <= TRIES, "{lost} chunks were lost");
+}
+
+#[test]
+fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
+    let dir = temp();
+    let older = Log::open(options(dir.path())).unwrap();
+    (0..60).for_each(|n| assert!(store(&older, n)));
+    older.seal(soon()).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    older.abandon();
+    drop(older);
+    log.turn(Turn::Scan);
+    let volume = &log.volumes[0];
+    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    let kept = || (0..60).filter(|n| has(&log, *n)).count();
+    adopted.pause_holes(Duration::from_secs(3600));
+    assert!(!steps::reclaim_one(volume) && kept() == 60);
+    adopted.pause_holes(Duration::ZERO);
+    assert!(steps::reclaim_one(volume) && kept() < 60);
 }
