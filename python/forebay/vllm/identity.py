@@ -51,6 +51,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         parts["interleave"] = parallel.cp_kv_cache_interleave_size
     if parallel.pipeline_parallel_size > 1:
         parts["stages"] = stages(vllm_config)
+    if (drafting := draft(vllm_config)) is not None:
+        parts["draft"] = drafting
     return json.dumps(parts, sort_keys=True)
 
 
@@ -60,6 +62,15 @@ def stages(vllm_config: VllmConfig) -> list[tuple[int, int]]:
 
     layers, count = vllm_config.model_config.get_total_num_hidden_layers(), vllm_config.parallel_config.pipeline_parallel_size
     return [get_pp_indices(layers, stage, count) for stage in range(count)]
+
+
+def draft(vllm_config: VllmConfig) -> list[Any] | None:
+    """The model of its own that drafts tokens: vLLM keeps the KV of its layers beside the served model's, and it is stored with it."""
+    model = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    # The served model's own files have a digest already.
+    if model is None or model.model == vllm_config.model_config.model:
+        return None
+    return [model.model, model.revision, weights_digest(model.model), str(model.quantization), str(model.dtype), config_digest(model.hf_config)]
 
 
 def backend(vllm_config: VllmConfig) -> str:

@@ -171,7 +171,10 @@ class SchedulerHalf:
         self._publish()
         held, self._held = frozenset(self._held), set()
         blends = () if self._planner is None else self._planner.jobs()
-        return StepMetadata(step, bool(output.preempted_req_ids), blends, held)
+        # After a reset vLLM frees the blocks of a request at its end. What still reads them must be
+        # given up before the step runs: `start_load_kv` may come after the model.
+        preempts = bool(output.preempted_req_ids) or (self._resting and bool(output.finished_req_ids))
+        return StepMetadata(step, preempts, blends, held)
 
     def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
         # This list has final tokens only: no placeholders of asynchronous scheduling, no unverified

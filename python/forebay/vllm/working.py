@@ -34,6 +34,8 @@ class WorkerHalf:
         self._layer_of = {layer.name: index for index, layer in enumerate(kv.layers)}
         self._held: set[str] = set()
         self._failed: set[str] = set()
+        # A step has begun and is not known to be computed.
+        self._is_open = False
         self._blends: Live | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -83,6 +85,9 @@ class WorkerHalf:
 
     def handle_preemptions(self, meta: StepMetadata) -> None:
         """Before blocks of preempted requests are overwritten."""
+        # With speculative decoding the first model runner of vLLM 0.32 and 0.33 calls `wait_for_save`
+        # on the last pipeline stage alone. On the others a step is computed before the next begins.
+        self._end_step()
         if self._side is not None and meta.preempts:
             self._side.handle_preemptions(meta.step)
 
@@ -90,6 +95,7 @@ class WorkerHalf:
         """Starts this step's loads."""
         self._held |= meta.held
         if self._side is not None and meta.step:
+            self._is_open = True
             self._side.start_load_kv(meta.step, stream=self._stream())
         if self._blends is not None:
             self._blends.add(meta.blends)
@@ -106,10 +112,15 @@ class WorkerHalf:
 
     def wait_for_save(self, meta: StepMetadata) -> None:
         """Starts this step's stores; then computes a step's share of blends."""
-        if self._side is not None and meta.step:
-            self._side.wait_for_save(stream=self._stream())
+        if meta.step:
+            self._end_step()
         if self._blends is not None:
             self._blends.advance()
+
+    def _end_step(self) -> None:
+        if self._side is not None and self._is_open:
+            self._is_open = False
+            self._side.wait_for_save(stream=self._stream())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Requests whose blocks may be freed, whose loads are over, and which of these failed."""

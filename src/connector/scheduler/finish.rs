@@ -46,6 +46,11 @@ impl HeldRequests {
         (std::mem::take(&mut self.unsent), std::mem::take(&mut self.give_up))
     }
 
+    /// Whether a request has ended since the last step.
+    fn is_unsent(&self, req_id: &str) -> bool {
+        self.unsent.iter().any(|unsent| unsent == req_id)
+    }
+
     /// Whether so many more blocks would be no more than `most` in all.
     pub(super) fn has_room(&self, blocks: usize, most: usize) -> bool {
         self.blocks + blocks <= most
@@ -168,6 +173,16 @@ impl Scheduler {
         tracker.preempt();
         // The workers give its gathers up before the step runs.
         tracker.last_save = 0;
+    }
+
+    /// The server lists a request as preempted which has ended since the last step. It took the
+    /// blocks away between the steps, as in a reset, and before the end: it keeps none of them,
+    /// whatever it was told then, and this step may reuse them.
+    pub(super) fn preempt_ended(&mut self, req_id: &str, meta: &mut StepMeta) {
+        if self.held.is_unsent(req_id) {
+            meta.saves.retain(|save| save.req_id != req_id);
+            meta.preempted.push(req_id.to_owned());
+        }
     }
 
     /// The server lists a request as finished, and may not have asked

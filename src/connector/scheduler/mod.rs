@@ -421,6 +421,7 @@ impl Scheduler {
         self.puts_off = false;
         let mut meta = StepMeta { step: self.step, saves: std::mem::take(&mut self.due), ..StepMeta::default() };
         for req_id in &input.preempted {
+            self.preempt_ended(req_id, &mut meta);
             self.preempt(req_id, &mut meta);
         }
         for req_id in &input.finished {

@@ -236,6 +236,26 @@ fn a_request_that_ends_without_a_question_has_its_gathers_given_up_in_that_step(
     assert!(!s.s.knows("a"));
 }
 
+/// vLLM's reset preempts running requests between two steps, and a client may go away before the
+/// second of them.
+#[test]
+fn a_request_that_is_preempted_between_steps_and_then_ends_has_its_stores_given_up() {
+    let both = || StepInput { preempted: vec!["a"], finished: vec!["a"], ..StepInput::default() };
+    let a = ["a".to_owned()];
+    let mut s = side(0);
+    s.on_new_request("a", 40);
+    s.first("a", (0, 40));
+    assert!(s.s.request_finished("a", None));
+    let meta = s.s.build_connector_meta(&both(), &mut |_, _, _| None);
+    assert_eq!((meta.preempted.as_slice(), meta.held.as_slice()), (a.as_slice(), a.as_slice()));
+    let mut s = at_the_end();
+    s.on_new_request("a", 40);
+    s.first("a", (0, 40));
+    assert!(s.s.request_finished("a", Some(1)));
+    let meta = s.s.build_connector_meta(&both(), &mut |_, _, _| None);
+    assert_eq!((saved(&meta), meta.held.as_slice()), (vec![], a.as_slice()), "the blocks are another's by now");
+}
+
 #[test]
 fn chunks_whose_window_blocks_are_gone_are_not_stored() {
     let window = |o: &mut ConnectorOptions| (o.block_tokens, o.windows) = (vec![4, 4], vec![None, Some(20)]);

@@ -80,6 +80,20 @@ def test_blocks_in_pieces_are_moved_whole(tmp_path: Path, device: str, pieces: s
     assert run(shape, tmp_path).loaded_tokens == whole(shape)
 
 
+def test_a_stage_that_is_not_told_that_a_step_is_computed_stores_before_the_next(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With speculative decoding vLLM's first runner finishes a step where drafts are made: on the last stage alone."""
+    shape = Shape(ranks=1, stages=2, device=device, settings=PATIENT)
+    server = Server(shape, tmp_path)
+    monkeypatch.setattr(server.runner.ranks[0].connector, "wait_for_save", lambda: None)
+    server.ask("a", PROMPT, 8)
+    finish(server)
+    server.until_stored(PROMPT, whole(shape))
+    server.close()
+    assert run(shape, tmp_path).loaded_tokens == whole(shape)
+
+
 def test_stages_of_other_layers_share_nothing(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from forebay.vllm import identity
 

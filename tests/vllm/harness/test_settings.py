@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forebay
 import pytest
 from forebay.connector import settings
+from forebay.vllm import identity
 from forebay.vllm.connector import ForebayConnector
 
-from .server import Server, Shape
+from .server import Server, Shape, vllm_config
 
 #: Copies and loads are not given up, however busy this machine is.
 PATIENT = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000}
@@ -44,6 +46,27 @@ def test_a_fingerprint_is_another_namespace_whoever_says_it(tmp_path: Path, monk
     assert loaded(tmp_path) == 0
     monkeypatch.setenv("FOREBAY_FINGERPRINT", "one")
     assert loaded(tmp_path) == 288
+
+
+def test_another_model_that_drafts_is_another_namespace(tmp_path: Path) -> None:
+    config = vllm_config(Shape(), tmp_path)
+    names = ("model_config", "cache_config", "load_config", "device_config", "parallel_config", "attention_config")
+    parts = {name: getattr(config, name) for name in names}
+
+    def of(model: str | None) -> str:
+        like = {"revision": None, "quantization": None, "dtype": "bfloat16", "hf_config": config.model_config.hf_config}
+        speculative = None if model is None else SimpleNamespace(draft_model_config=SimpleNamespace(model=model, **like))
+        server: Any = SimpleNamespace(**parts, speculative_config=speculative)
+        return identity.fingerprint(server, "")
+
+    drafts = tmp_path / "drafts"
+    drafts.mkdir()
+    found = [of(None)]
+    for weights in (b"1", b"2"):
+        (drafts / "model.safetensors").write_bytes(weights * 100)
+        found.append(of(str(drafts)))
+    assert len(set(found)) == 3
+    assert of(config.model_config.model) == found[0], "its own files, as for n-grams and layers that predict more tokens"
 
 
 def test_the_engine_of_the_package_reads_the_same_keys(tmp_path: Path) -> None:
