@@ -13,7 +13,7 @@ import torch
 import world
 from forebay.sglang import identity
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolHitPolicy, PoolName, PoolTransfer
-from world import backend, config, content, fill, mha, mla, names, pages
+from world import backend, config, content, fill, mha, mla, names, pages, weight_updater
 
 pytestmark = pytest.mark.ci
 
@@ -204,6 +204,22 @@ def test_after_close_everything_is_a_miss(cache: Path) -> None:
         assert over.batch_exists(names(2)) == 0 and over.batch_get_v1(names(2), pages(pool, 0, 2)) == [False, False]
         assert over.batch_set_v1(names(2), pages(pool, 0, 2)) == [False, False]
         assert over.batch_exists_v2(names(2)).kv_hit_pages == 0 and over.clear() is False
+
+
+def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updater, pool, keys = weight_updater(monkeypatch), mha(), names(3)
+    transfer = [PoolTransfer(name=PoolName.SWA, keys=keys[:2], host_indices=pages(pool, 0, 2))]
+    with backend(config(cache), pool, swa=pool) as over:
+        assert all(over.batch_set_v1(keys[:2], pages(pool, 0, 2))) and over.batch_set_v2(transfer) == {PoolName.SWA: [True, True]}
+        updater.update_weights_from_tensor()
+        assert over.batch_exists(keys[:2]) == 0 and over.batch_exists_v2(keys[:2]).kv_hit_pages == 0
+        assert over.batch_get_v1(keys[:2], pages(pool, 0, 2)) == [False, False]
+        assert over.batch_get_v2(transfer) == {PoolName.SWA: [False, False]} == over.batch_set_v2(transfer)
+        assert over.batch_set_v1(keys, pages(pool, 0, 3)) == [False] * 3
+    # After a restart.
+    weight_updater(monkeypatch)
+    with backend(config(cache), pool, swa=pool) as over:
+        assert over.batch_exists(keys) == 2 and over.batch_get_v2(transfer) == {PoolName.SWA: [True, True]}
 
 
 def test_clear_removes_this_models_pages_only_and_stats_are_taken_once(cache: Path) -> None:
