@@ -122,6 +122,32 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
     assert len({one, *others}) == len(others) + 1
 
 
+def test_an_adapter_that_was_trained_anew_in_its_place_is_another_one(tmp_path: Path) -> None:
+    place = str(tmp_path / "adapter")
+    forms: list[Any] = [
+        [SimpleNamespace(lora_id="1", lora_name="a", lora_path=place)],
+        [f"a={place}"],
+        [place],
+        [{"lora_name": "a", "lora_path": place}],
+        {"a": place},
+    ]
+
+    def of(weights: bytes, settings: str = "{}") -> str:
+        Path(place).mkdir(exist_ok=True)
+        (Path(place) / "adapter_model.safetensors").write_bytes(weights)
+        (Path(place) / "adapter_config.json").write_text(settings)
+        found = {identity.of(SimpleNamespace(model_path="org/name", lora_paths=form), "0.5.23", "") for form in forms}
+        assert len(found) == 1, "however it is given"
+        return found.pop()
+
+    def without(given: Any) -> str:
+        return identity.of(SimpleNamespace(model_path="org/name", lora_paths=given), "0.5.23", "")
+
+    assert without(None) == without([]) == identity.of(SimpleNamespace(model_path="org/name"), "0.5.23", "")
+    assert of(b"one") == of(b"one")
+    assert len({without(None), of(b"one"), of(b"two"), of(b"one", '{"lora_alpha": 1}')}) == 4
+
+
 def test_mla_pages_have_one_writer_and_are_read_by_all_ranks(cache: Path) -> None:
     source, target = mla(), mla()
     fill(source, 1)
