@@ -225,6 +225,38 @@ fn an_expired_chunk_and_one_of_another_namespace_are_not_served() {
 }
 
 #[test]
+fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
+    let clock = TestClock::new();
+    a.world.clock = Some(Arc::clone(&clock) as _);
+    b.world.clock = Some(Arc::clone(&clock) as _);
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
+    let store_for_a_minute = || {
+        let mut request = StoreRequest::new(&p, &kv.kv, slots(N, 1));
+        request.ttl = Some(Duration::from_secs(60));
+        let stored = one.store(request).unwrap();
+        stored.all_layers();
+        assert_eq!(stored.wait().stored, 3);
+        assert!(one.wait_uploaded(later()).unwrap());
+        let stats = remote(&one);
+        (stats.uploaded, stats.present)
+    };
+    assert_eq!(store_for_a_minute(), (3, 0));
+    clock.advance_s(61);
+    assert_eq!(fetch(&two, &p).stopped, Some("expired"));
+    assert_eq!(store_for_a_minute(), (6, 0));
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(b.check(&two, &p, &kv), N);
+    // One that somebody can still use stays as it is.
+    one.log().unwrap().remove(p.keys()).unwrap();
+    clock.advance_s(30);
+    assert_eq!(store_for_a_minute(), (6, 3));
+}
+
+#[test]
 fn an_upload_cut_short_is_not_served_and_a_damaged_object_is_replaced() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());

@@ -10,6 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use object_store::path::Path;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::Notify;
 
@@ -19,6 +20,7 @@ use super::stats::RemoteCause;
 use super::transfer::{self, Room};
 use super::Shared;
 use crate::format::layout::SlotCodec;
+use crate::format::slot::SlotHeader;
 use crate::io::Request;
 use crate::key::ChunkKey;
 use crate::log::{Bad, Chunk, Log};
@@ -172,13 +174,16 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     let known = shared.known.get(key);
     let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
-    let replaces = known == Some(RemotePresence::Damaged);
+    let mut replaces = known == Some(RemotePresence::Damaged);
     if !replaces {
         match shared.bucket.head(&name).await {
             Ok(size) => {
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
-                return Ok(None);
+                if !has_expired(shared, log, &chunk, (&name, size)).await? {
+                    return Ok(None);
+                }
+                replaces = true;
             }
             // Others have removed it since. That is listed as a change before the upload is.
             Err(RemoteCause::Absent) if known.is_some_and(|known| matches!(known, RemotePresence::There(_))) => {
@@ -199,6 +204,29 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     shared.describe().await;
     Ok(is_new.then_some(bytes))
+}
+
+/// Whether the object of a chunk that expires has expired: it is that of an earlier store, and of
+/// use to nobody. Objects stay in the store until somebody deletes them.
+async fn has_expired(
+    shared: &Shared,
+    log: &Log,
+    chunk: &Chunk,
+    (name, size): (&Path, u64),
+) -> Result<bool, RemoteCause> {
+    if chunk.expiry_s == 0 {
+        return Ok(false);
+    }
+    let mut header = Vec::new();
+    let range = 0..u64::from(chunk.layout.header_bytes).min(size);
+    match shared.bucket.get(name, (range, size), |some| header.extend_from_slice(some)).await {
+        Ok(()) => {}
+        Err(RemoteCause::Absent) => return Ok(true),
+        Err(cause) => return Err(cause),
+    }
+    let now_s = log.options().clock.unix_s();
+    let header = SlotHeader::decode(&header).map(|(header, _)| header);
+    Ok(header.is_ok_and(|header| header.expiry_s != 0 && header.expiry_s <= now_s))
 }
 
 fn is_still_there(log: &Log, chunk: &Chunk) -> bool {
