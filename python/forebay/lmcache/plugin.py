@@ -214,11 +214,13 @@ class Adapter(L2AdapterInterface):
 
     def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
+        # 0: the value was there already, and the server that stored it counts it.
+        written = {forebay.object_digest(name(key)): (key, length) for key, length in stored if length > 0}
+        # Where this server had stored one of them before, it has gone since: another server has evicted
+        # or deleted it, or this one has, a moment ago. LMCache would count both.
+        self._forget(written)
         with self._lock:
-            for key, length in stored:
-                # 0: the value was there already, and the server that stored it counts it.
-                if length > 0:
-                    self._stored[forebay.object_digest(name(key))] = (key, length)
+            self._stored |= written
         if stored:
             self._notify_keys_stored([key for key, _ in stored], [length for _, length in stored])
 
