@@ -225,6 +225,27 @@ fn an_expired_chunk_and_one_of_another_namespace_are_not_served() {
 }
 
 #[test]
+fn what_is_removed_while_its_upload_fails_does_not_come_back() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let a = Machine::new(&server);
+    let one = a.open();
+    server.spoil(|method, _| if *method == Method::PUT { Spoil::Unheard } else { Spoil::No });
+    let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
+    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+    while server.requests(&Method::PUT) < 3 {
+        std::thread::yield_now();
+    }
+    one.remove(&p).unwrap();
+    assert!(server.puts().is_empty(), "the store gets them after the removal");
+    server.let_go();
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!((server.puts().len(), remote(&one).uploaded), (3, 0));
+    let elsewhere = Machine::new(&server);
+    assert_eq!(fetch(&elsewhere.open(), &p), Fetched { chunks: 0, stopped: Some("absent") });
+}
+
+#[test]
 fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());

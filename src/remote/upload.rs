@@ -226,12 +226,14 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     }
     let object = read(shared, log, &chunk).await?;
     let bytes = object.iter().map(|part| part.len() as u64).sum();
-    let is_new = shared.bucket.put(&name, object, replaces).await?;
+    let put = shared.bucket.put(&name, object, replaces).await;
+    // Also where the put has failed: the store may have the object all the same.
     if !is_still_there(log, &chunk) {
         shared.known.set(key, RemotePresence::Absent);
         shared.bucket.delete(vec![name]).await?;
         return Err(RemoteCause::Gone);
     }
+    let is_new = put?;
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     shared.describe().await;
     Ok(is_new.then_some(bytes))
