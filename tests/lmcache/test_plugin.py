@@ -123,6 +123,16 @@ def test_what_another_server_has_deleted_is_told_when_it_is_missed(cache: Path) 
         assert one.get_usage().total_bytes_used == 0
 
 
+def test_what_another_server_has_deleted_is_told_when_it_is_to_be_deleted_too(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        store(one, {1: memory(5000, 1), 2: memory(5000, 2)})
+        other.delete([key(1)])
+        one.delete([key(1), key(999)])
+        assert heard.gone == [key(1)] and one.get_usage().total_bytes_used == 5000
+
+
 def test_a_value_that_another_server_has_deleted_and_that_is_stored_again_is_counted_once(cache: Path) -> None:
     heard = Heard()
     with adapter(spec(cache)) as one, adapter(spec(cache)) as other:

@@ -144,7 +144,10 @@ class Adapter(L2AdapterInterface):
         """Removes the values of the keys, durably, for all servers."""
         names = [name(key) for key in keys]
         removed = self._store.delete(names)
-        self._forget(forebay.object_digest(one) for one, yes in zip(names, removed, strict=True) if yes)
+        # What another server has evicted or deleted before has gone too: LMCache would name it again.
+        there = self._store.exists(names) if self._store.is_up else [True] * len(names)
+        gone = [one for one, yes, still in zip(names, removed, there, strict=True) if yes or not still]
+        self._forget(forebay.object_digest(one) for one in gone)
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
