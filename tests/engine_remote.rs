@@ -309,6 +309,25 @@ fn an_upload_cut_short_is_not_served_and_a_damaged_object_is_replaced() {
     assert!(remote(&three).uploaded >= 1);
 }
 
+#[test]
+fn an_object_of_a_wrong_length_is_replaced_by_who_stores_its_chunk() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    a.upload(&a.open(), 1);
+    let objects: Vec<_> = object_files(root.path());
+    for object in &objects {
+        std::fs::File::options().write(true).open(object).unwrap().set_len(5000).unwrap();
+    }
+    let two = b.open();
+    let (p, kv) = b.upload(&two, 1);
+    assert_eq!((objects.len(), remote(&two).uploaded, remote(&two).present), (3, 3, 0));
+    let c = Machine::new(&server);
+    let three = c.open();
+    assert_eq!(fetch(&three, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(c.check(&three, &p, &kv), N);
+}
+
 fn object_files(root: &std::path::Path) -> Vec<std::path::PathBuf> {
     let (mut open, mut found) = (vec![root.join(BUCKET)], Vec::new());
     while let Some(dir) = open.pop() {

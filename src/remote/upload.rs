@@ -211,7 +211,7 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
             Ok(size) => {
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
-                if !has_expired(shared, log, &chunk, (&name, size)).await? {
+                if codec.is_some() && !has_expired(shared, log, &chunk, (&name, size)).await? {
                     return Ok(None);
                 }
                 replaces = true;
