@@ -225,6 +225,59 @@ fn an_expired_chunk_and_one_of_another_namespace_are_not_served() {
 }
 
 #[test]
+fn what_is_removed_while_its_upload_fails_does_not_come_back() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let a = Machine::new(&server);
+    let one = a.open();
+    server.spoil(|method, _| if *method == Method::PUT { Spoil::Unheard } else { Spoil::No });
+    let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
+    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+    while server.requests(&Method::PUT) < 3 {
+        std::thread::yield_now();
+    }
+    one.remove(&p).unwrap();
+    assert!(server.puts().is_empty(), "the store gets them after the removal");
+    server.let_go();
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!((server.puts().len(), remote(&one).uploaded), (3, 0));
+    let elsewhere = Machine::new(&server);
+    assert_eq!(fetch(&elsewhere.open(), &p), Fetched { chunks: 0, stopped: Some("absent") });
+}
+
+#[test]
+fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
+    let clock = TestClock::new();
+    a.world.clock = Some(Arc::clone(&clock) as _);
+    b.world.clock = Some(Arc::clone(&clock) as _);
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
+    let store_for_a_minute = || {
+        let mut request = StoreRequest::new(&p, &kv.kv, slots(N, 1));
+        request.ttl = Some(Duration::from_secs(60));
+        let stored = one.store(request).unwrap();
+        stored.all_layers();
+        assert_eq!(stored.wait().stored, 3);
+        assert!(one.wait_uploaded(later()).unwrap());
+        let stats = remote(&one);
+        (stats.uploaded, stats.present)
+    };
+    assert_eq!(store_for_a_minute(), (3, 0));
+    clock.advance_s(61);
+    assert_eq!(fetch(&two, &p).stopped, Some("expired"));
+    assert_eq!(store_for_a_minute(), (6, 0));
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(b.check(&two, &p, &kv), N);
+    // One that somebody can still use stays as it is.
+    one.log().unwrap().remove(p.keys()).unwrap();
+    clock.advance_s(30);
+    assert_eq!(store_for_a_minute(), (6, 3));
+}
+
+#[test]
 fn an_upload_cut_short_is_not_served_and_a_damaged_object_is_replaced() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());
@@ -254,6 +307,25 @@ fn an_upload_cut_short_is_not_served_and_a_damaged_object_is_replaced() {
     assert_eq!(store(&three, &p, &kv, slots(N, 1)).stored, 3);
     assert!(three.wait_uploaded(later()).unwrap());
     assert!(remote(&three).uploaded >= 1);
+}
+
+#[test]
+fn an_object_of_a_wrong_length_is_replaced_by_who_stores_its_chunk() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    a.upload(&a.open(), 1);
+    let objects: Vec<_> = object_files(root.path());
+    for object in &objects {
+        std::fs::File::options().write(true).open(object).unwrap().set_len(5000).unwrap();
+    }
+    let two = b.open();
+    let (p, kv) = b.upload(&two, 1);
+    assert_eq!((objects.len(), remote(&two).uploaded, remote(&two).present), (3, 3, 0));
+    let c = Machine::new(&server);
+    let three = c.open();
+    assert_eq!(fetch(&three, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(c.check(&three, &p, &kv), N);
 }
 
 fn object_files(root: &std::path::Path) -> Vec<std::path::PathBuf> {

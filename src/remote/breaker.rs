@@ -33,6 +33,8 @@ struct State {
 pub(super) struct Admitted<'a> {
     breaker: &'a Breaker,
     since: Instant,
+    /// It tries whether the store works again. Others were admitted before it was left alone.
+    is_trial: bool,
     ended: bool,
 }
 
@@ -40,13 +42,14 @@ impl Breaker {
     /// Admits one request, where the store is worth asking.
     pub(super) fn admit(&self) -> Option<Admitted<'_>> {
         let mut state = self.0.lock();
+        let is_trial = state.pause.is_some();
         if let Some((until, _)) = state.pause {
             if state.trying || Instant::now() < until {
                 return None;
             }
             state.trying = true;
         }
-        Some(Admitted { breaker: self, since: Instant::now(), ended: false })
+        Some(Admitted { breaker: self, since: Instant::now(), is_trial, ended: false })
     }
 
     /// Whether all requests are admitted.
@@ -60,8 +63,8 @@ impl Breaker {
         }
     }
 
-    fn failed(&self, why: &dyn fmt::Display) {
-        let pause = self.0.lock().failed();
+    fn failed(&self, is_trial: bool, why: &dyn fmt::Display) {
+        let pause = self.0.lock().failed(is_trial);
         if let Some(pause) = pause {
             tracing::warn!(error = %why, pause_s = pause.as_secs_f64(), "the remote tier fails and is left alone for a while");
         }
@@ -77,10 +80,10 @@ impl State {
     }
 
     /// Notes a failure; where the store is left alone from now on, for how long.
-    fn failed(&mut self) -> Option<Duration> {
+    fn failed(&mut self, is_trial: bool) -> Option<Duration> {
         self.failures += 1;
         let next = match self.pause {
-            Some((_, before)) if self.trying => before.saturating_mul(2).min(LONGEST_PAUSE),
+            Some((_, before)) if is_trial => before.saturating_mul(2).min(LONGEST_PAUSE),
             None if self.failures >= MOST_FAILURES => FIRST_PAUSE,
             // Too few failures; or the request was admitted before the pause began.
             _ => return None,
@@ -101,7 +104,7 @@ impl Admitted<'_> {
     /// It was not answered, or with an error.
     pub(super) fn failed(mut self, why: &dyn fmt::Display) {
         self.ended = true;
-        self.breaker.failed(why);
+        self.breaker.failed(self.is_trial, why);
     }
 }
 
@@ -111,9 +114,11 @@ impl Drop for Admitted<'_> {
             return;
         }
         if self.since.elapsed() >= SLOW {
-            return self.breaker.failed(&"it did not answer before its caller gave up");
+            return self.breaker.failed(self.is_trial, &"it did not answer before its caller gave up");
         }
-        self.breaker.0.lock().trying = false;
+        if self.is_trial {
+            self.breaker.0.lock().trying = false;
+        }
     }
 }
 
@@ -143,5 +148,23 @@ mod tests {
         past(&mut breaker.0.lock());
         breaker.admit().unwrap().worked();
         assert!(breaker.is_closed() && breaker.admit().is_some());
+    }
+
+    #[test]
+    fn what_was_admitted_before_the_pause_is_not_taken_for_the_trial() {
+        let breaker = Breaker::default();
+        let (one, other) = (breaker.admit().unwrap(), breaker.admit().unwrap());
+        for _ in 0..MOST_FAILURES {
+            breaker.admit().unwrap().failed(&"test");
+        }
+        let pause = || breaker.0.lock().pause.map(|(_, pause)| pause);
+        breaker.0.lock().pause = Some((Instant::now(), FIRST_PAUSE));
+        let trial = breaker.admit().unwrap();
+        one.failed(&"test");
+        assert_eq!(pause(), Some(FIRST_PAUSE), "it says nothing new");
+        drop(other);
+        assert!(breaker.admit().is_none(), "the trial goes on");
+        trial.failed(&"test");
+        assert_eq!(pause(), Some(FIRST_PAUSE * 2));
     }
 }

@@ -211,14 +211,16 @@ impl Remote {
 
     /// A chunk has been published on a drive: queues its upload, if there is room in the queue.
     pub fn published(&self, log: &Arc<Log>, key: ChunkKey) {
-        if self.mode == Mode::Rw && !self.upload(log, key) {
-            self.shared.counters.not_uploaded.add(RemoteCause::QueueFull, 1);
+        if self.mode == Mode::Rw
+            && let Err(cause) = self.shared.uploads.push(log, key)
+        {
+            self.shared.counters.not_uploaded.add(cause, 1);
         }
     }
 
     /// Queues the upload of a chunk of a drive; whether there was room in the queue.
     pub fn upload(&self, log: &Arc<Log>, key: ChunkKey) -> bool {
-        self.shared.uploads.push(log, key)
+        self.shared.uploads.push(log, key).is_ok()
     }
 
     /// Starts to bring `wanted` to a drive, and into `memory`, in order and until the first that
@@ -311,7 +313,7 @@ impl Remote {
     pub fn close(&self) {
         let thread = self.thread.lock().take();
         if let Some((stop, thread)) = thread {
-            self.shared.counters.not_uploaded.add(RemoteCause::Closed, self.shared.uploads.drain() as u64);
+            self.shared.counters.not_uploaded.add(RemoteCause::Closed, self.shared.uploads.close() as u64);
             drop(stop);
             drop(thread.join());
         }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use object_store::path::Path;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::Notify;
 
@@ -19,6 +20,7 @@ use super::stats::RemoteCause;
 use super::transfer::{self, Room};
 use super::Shared;
 use crate::format::layout::SlotCodec;
+use crate::format::slot::SlotHeader;
 use crate::io::Request;
 use crate::key::ChunkKey;
 use crate::log::{Bad, Chunk, Log};
@@ -43,10 +45,18 @@ struct WaitingUpload {
     tries: u32,
 }
 
+/// The chunks that wait.
+#[derive(Default)]
+struct WaitingUploads {
+    chunks: VecDeque<WaitingUpload>,
+    /// Nothing comes into the queue any more.
+    is_closed: bool,
+}
+
 /// The queue of uploads.
 #[derive(Default)]
 pub(super) struct Uploads {
-    waiting: Mutex<VecDeque<WaitingUpload>>,
+    waiting: Mutex<WaitingUploads>,
     /// Uploads under way.
     active: AtomicUsize,
     more: Notify,
@@ -56,25 +66,28 @@ pub(super) struct Uploads {
 impl Uploads {
     /// Chunks that wait.
     pub(super) fn len(&self) -> usize {
-        self.waiting.lock().len()
+        self.waiting.lock().chunks.len()
     }
 
-    /// Takes a chunk; whether there was room.
-    pub(super) fn push(&self, log: &Arc<Log>, key: ChunkKey) -> bool {
+    /// Takes a chunk, or says why not.
+    pub(super) fn push(&self, log: &Arc<Log>, key: ChunkKey) -> Result<(), RemoteCause> {
         let mut waiting = self.waiting.lock();
-        if waiting.len() >= MOST_WAITING {
-            return false;
+        if waiting.is_closed {
+            return Err(RemoteCause::Closed);
         }
-        waiting.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0 });
+        if waiting.chunks.len() >= MOST_WAITING {
+            return Err(RemoteCause::QueueFull);
+        }
+        waiting.chunks.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0 });
         drop(waiting);
         self.more.notify_one();
-        true
+        Ok(())
     }
 
     /// Waits until everything is uploaded or shed; whether it was by `deadline`.
     pub(super) fn wait(&self, deadline: Instant) -> bool {
         let mut waiting = self.waiting.lock();
-        while !waiting.is_empty() || self.active.load(Ordering::Acquire) > 0 {
+        while !waiting.chunks.is_empty() || self.active.load(Ordering::Acquire) > 0 {
             if self.less.wait_until(&mut waiting, deadline).timed_out() {
                 return false;
             }
@@ -82,11 +95,14 @@ impl Uploads {
         true
     }
 
-    /// Empties the queue; how many chunks waited.
-    pub(super) fn drain(&self) -> usize {
-        let waiting = std::mem::take(&mut *self.waiting.lock());
+    /// Empties the queue, and closes it; how many chunks waited.
+    pub(super) fn close(&self) -> usize {
+        let mut waiting = self.waiting.lock();
+        waiting.is_closed = true;
+        let chunks = std::mem::take(&mut waiting.chunks);
+        drop(waiting);
         self.less.notify_all();
-        waiting.len()
+        chunks.len()
     }
 
     async fn next(&self) -> WaitingUpload {
@@ -94,7 +110,7 @@ impl Uploads {
             let more = self.more.notified();
             {
                 let mut waiting = self.waiting.lock();
-                if let Some(next) = waiting.pop_front() {
+                if let Some(next) = waiting.chunks.pop_front() {
                     self.active.fetch_add(1, Ordering::AcqRel);
                     return next;
                 }
@@ -103,9 +119,16 @@ impl Uploads {
         }
     }
 
-    fn again(&self, chunk: WaitingUpload) {
-        self.waiting.lock().push_front(chunk);
+    /// Takes a chunk back, to be tried again; whether the queue is open.
+    fn again(&self, chunk: WaitingUpload) -> bool {
+        let mut waiting = self.waiting.lock();
+        if waiting.is_closed {
+            return false;
+        }
+        waiting.chunks.push_front(chunk);
+        drop(waiting);
         self.more.notify_one();
+        true
     }
 
     fn ended(&self) {
@@ -116,11 +139,18 @@ impl Uploads {
 }
 
 /// An upload under way, until dropped.
-struct ActiveUpload(Arc<Shared>);
+struct ActiveUpload {
+    shared: Arc<Shared>,
+    /// What became of it is counted. Otherwise the tier was closed meanwhile.
+    is_counted: bool,
+}
 
 impl Drop for ActiveUpload {
     fn drop(&mut self) {
-        self.0.uploads.ended();
+        if !self.is_counted {
+            self.shared.counters.not_uploaded.add(RemoteCause::Closed, 1);
+        }
+        self.shared.uploads.ended();
     }
 }
 
@@ -128,11 +158,8 @@ impl Drop for ActiveUpload {
 pub(super) async fn run(shared: Arc<Shared>) {
     loop {
         let chunk = shared.uploads.next().await;
-        let active = ActiveUpload(Arc::clone(&shared));
-        let Some(log) = chunk.log.upgrade() else {
-            shared.counters.not_uploaded.add(RemoteCause::Closed, 1);
-            continue;
-        };
+        let active = ActiveUpload { shared: Arc::clone(&shared), is_counted: false };
+        let Some(log) = chunk.log.upgrade() else { continue };
         let bytes = log.chunk_layout(log.geometry().chunk_tokens, SlotCodec::None).slot_bytes;
         let Ok(room) = shared.upload_staging.take(bytes).await else { return };
         if shared.bucket.is_up() {
@@ -147,21 +174,27 @@ pub(super) async fn run(shared: Arc<Shared>) {
     }
 }
 
-async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room: Room) {
-    let shared = &active.0;
-    let end = upload(shared, &log, &chunk.key).await;
+async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room: Room) {
+    let end = upload(&active.shared, &log, &chunk.key).await;
     drop(room);
+    active.is_counted = true;
+    let shared = &active.shared;
     let counters = &shared.counters;
+    let again = |chunk| {
+        if !shared.uploads.again(chunk) {
+            counters.not_uploaded.add(RemoteCause::Closed, 1);
+        }
+    };
     match end {
         Ok(Some(bytes)) => {
             counters.uploaded.fetch_add(1, Ordering::Relaxed);
             counters.uploaded_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
         Ok(None) => drop(counters.present.fetch_add(1, Ordering::Relaxed)),
-        Err(RemoteCause::CircuitOpen) => shared.uploads.again(chunk),
+        Err(RemoteCause::CircuitOpen) => again(chunk),
         Err(RemoteCause::Io | RemoteCause::TimedOut) if chunk.tries + 1 < TRIES => {
             chunk.tries += 1;
-            shared.uploads.again(chunk);
+            again(chunk);
         }
         Err(cause) => counters.not_uploaded.add(cause, 1),
     }
@@ -172,13 +205,16 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     let known = shared.known.get(key);
     let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
-    let replaces = known == Some(RemotePresence::Damaged);
+    let mut replaces = known == Some(RemotePresence::Damaged);
     if !replaces {
         match shared.bucket.head(&name).await {
             Ok(size) => {
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
-                return Ok(None);
+                if codec.is_some() && !has_expired(shared, log, &chunk, (&name, size)).await? {
+                    return Ok(None);
+                }
+                replaces = true;
             }
             // Others have removed it since. That is listed as a change before the upload is.
             Err(RemoteCause::Absent) if known.is_some_and(|known| matches!(known, RemotePresence::There(_))) => {
@@ -190,15 +226,40 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     }
     let object = read(shared, log, &chunk).await?;
     let bytes = object.iter().map(|part| part.len() as u64).sum();
-    let is_new = shared.bucket.put(&name, object, replaces).await?;
+    let put = shared.bucket.put(&name, object, replaces).await;
+    // Also where the put has failed: the store may have the object all the same.
     if !is_still_there(log, &chunk) {
         shared.known.set(key, RemotePresence::Absent);
         shared.bucket.delete(vec![name]).await?;
         return Err(RemoteCause::Gone);
     }
+    let is_new = put?;
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     shared.describe().await;
     Ok(is_new.then_some(bytes))
+}
+
+/// Whether the object of a chunk that expires has expired: it is that of an earlier store, and of
+/// use to nobody. Objects stay in the store until somebody deletes them.
+async fn has_expired(
+    shared: &Shared,
+    log: &Log,
+    chunk: &Chunk,
+    (name, size): (&Path, u64),
+) -> Result<bool, RemoteCause> {
+    if chunk.expiry_s == 0 {
+        return Ok(false);
+    }
+    let mut header = Vec::new();
+    let range = 0..u64::from(chunk.layout.header_bytes).min(size);
+    match shared.bucket.get(name, (range, size), |some| header.extend_from_slice(some)).await {
+        Ok(()) => {}
+        Err(RemoteCause::Absent) => return Ok(true),
+        Err(cause) => return Err(cause),
+    }
+    let now_s = log.options().clock.unix_s();
+    let header = SlotHeader::decode(&header).map(|(header, _)| header);
+    Ok(header.is_ok_and(|header| header.expiry_s != 0 && header.expiry_s <= now_s))
 }
 
 fn is_still_there(log: &Log, chunk: &Chunk) -> bool {
@@ -253,4 +314,23 @@ async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<
     let read = transfer::begin(&*drive.read, log.options().io_timeout, request)?;
     let completion = transfer::end(&*drive.read, read).await?;
     completion.buf.ok_or(RemoteCause::Drive)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_comes_into_a_closed_queue_and_only_what_is_under_way_is_waited_for() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let uploads = Uploads::default();
+        let chunk = |n| WaitingUpload { log: Weak::new(), key: ChunkKey([n; 32]), tries: 0 };
+        assert!(uploads.again(chunk(1)) && uploads.again(chunk(2)));
+        let under_way = runtime.block_on(uploads.next());
+        assert_eq!((under_way.key, uploads.close(), uploads.len()), (ChunkKey([2; 32]), 1, 0));
+        assert!(!uploads.wait(Instant::now()), "one is under way");
+        assert!(!uploads.again(under_way), "it would wait for nobody");
+        uploads.ended();
+        assert!(uploads.wait(Instant::now()) && uploads.len() == 0);
+    }
 }

@@ -123,6 +123,27 @@ def test_what_another_server_has_deleted_is_told_when_it_is_missed(cache: Path) 
         assert one.get_usage().total_bytes_used == 0
 
 
+def test_what_another_server_has_deleted_is_told_when_it_is_to_be_deleted_too(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        store(one, {1: memory(5000, 1), 2: memory(5000, 2)})
+        other.delete([key(1)])
+        one.delete([key(1), key(999)])
+        assert heard.gone == [key(1)] and one.get_usage().total_bytes_used == 5000
+
+
+def test_a_value_that_another_server_has_deleted_and_that_is_stored_again_is_counted_once(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        for _ in range(3):
+            store(one, {1: memory(5000, 1)})
+            assert one.get_usage().total_bytes_used == 5000
+            other.delete([key(1)])
+        assert heard.gone == [key(1)] * 2
+
+
 def test_values_go_into_and_out_of_lmcaches_registered_memory(cache: Path) -> None:
     length, count = 300 * 1024, 8
     arena = torch.frombuffer(mmap.mmap(-1, 16 * MIB), dtype=torch.uint8)

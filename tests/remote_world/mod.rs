@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -57,6 +57,9 @@ pub(crate) enum Spoil {
     Close,
     /// The request's body ends in an error half way, as that of a client that dies.
     CutRequest,
+    /// It is served when the test says so ([`Server::let_go`]), and the connection closed without
+    /// an answer.
+    Unheard,
 }
 
 impl Spoil {
@@ -82,6 +85,8 @@ struct Shared {
     service: S3Service,
     plan: Mutex<Plan>,
     asked: AtomicU64,
+    /// Whether unheard requests are served.
+    is_let_go: AtomicBool,
     /// Requests by method, and bodies stored by path.
     methods: Mutex<HashMap<Method, u64>>,
     puts: Mutex<HashMap<String, u64>>,
@@ -131,6 +136,7 @@ impl Server {
             service: builder.build(),
             plan: Mutex::new(Box::new(|_, _| Spoil::No)),
             asked: AtomicU64::new(0),
+            is_let_go: AtomicBool::new(false),
             methods: Mutex::default(),
             puts: Mutex::default(),
             answers: Mutex::default(),
@@ -160,6 +166,11 @@ impl Server {
     /// Asks `plan` about every request from now on, by its method and its number.
     pub(crate) fn spoil(&self, plan: impl FnMut(&Method, u64) -> Spoil + Send + 'static) {
         *self.shared.plan.lock() = Box::new(plan);
+    }
+
+    /// Serves the requests that are [`Spoil::Unheard`], from now on.
+    pub(crate) fn let_go(&self) {
+        self.shared.is_let_go.store(true, Ordering::SeqCst);
     }
 
     /// From now on a read that was answered before is answered from memory, at once: the server
@@ -217,6 +228,11 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> io::Result<R
     let spoil = (shared.plan.lock())(&method, number);
     match spoil {
         Spoil::Stall => return std::future::pending().await,
+        Spoil::Unheard => {
+            while !shared.is_let_go.load(Ordering::SeqCst) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
         Spoil::Close => return Err(io_error("closed")),
         Spoil::Status(code) => {
             let mut response = Response::new(whole(Bytes::from_static(b"<Error/>")));
@@ -246,6 +262,9 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> io::Result<R
     let response = response.map_err(|e| io::Error::other(format!("{e:?}")))?;
     if method == Method::PUT && response.status().is_success() {
         *shared.puts.lock().entry(path).or_default() += 1;
+    }
+    if spoil == Spoil::Unheard {
+        return Err(io_error("unheard"));
     }
     let (mut head, body) = response.into_parts();
     let bytes = BodyExt::collect(body).await.map_err(|e| io::Error::other(e.to_string()))?.to_bytes();

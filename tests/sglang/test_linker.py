@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang
 import torch
+from forebay.sglang import weights
 from linked import PAGE, Server, prompt, served
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from test_controller import turn_bits
+from world import weight_updater
 
 MORE = list(range(70_000, 70_100))
 KINDS = [("dsa", False), ("dsa", True), ("hybrid", False), ("hybrid", True)]
@@ -186,6 +190,39 @@ def test_loads_that_are_cancelled_reset_and_closed(cache: Path) -> None:
         server.linker.close()
         server.linker.close()
         assert server.linker.lookup("r", [PoolTransfer(name=PoolName.KV, keys=["a"])]) == []
+
+
+@pytest.mark.ci
+def test_once_the_weights_are_others_nothing_is_promised_loaded_or_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updater = weight_updater(monkeypatch)
+    with served(cache) as server:
+        server.compute(prompt(4), seed=1)
+        assert server.settle() == [True]
+    with served(cache) as server:
+        req = server.request([*prompt(4), *MORE])
+        assert server.match(req) == 4 * PAGE
+        # SGLang reads lost experts again; they are the same.
+        assert updater.update_weights_from_disk(weight_name_filter=str) == "update_weights_from_disk"
+        assert server.match(req) == 4 * PAGE
+        assert updater.begin_weight_update() == "begin_weight_update"
+        assert server.admit(req) == 0, "it was promised under the old weights"
+        assert server.forward([req]) == [] and server.match(server.request([*prompt(4), *MORE])) == 0
+        server.compute(prompt(3, 2), seed=2)
+        assert server.settle() == [False]
+    # After a restart.
+    weight_updater(monkeypatch)
+    with served(cache) as server:
+        assert server.match(server.request([*prompt(3, 2), *MORE])) == 0, "KV of the new weights under the name of the old"
+        assert server.match(server.request([*prompt(4), *MORE])) == 4 * PAGE
+
+
+@pytest.mark.ci
+def test_all_that_changes_weights_in_this_sglang_is_watched() -> None:
+    file = Path(sglang.__file__).parents[1].joinpath(*weights.MODULE.split(".")).with_suffix(".py")
+    defined = {item.name: item for item in ast.parse(file.read_text()).body if isinstance(item, ast.ClassDef)}[weights.CLASS]
+    calls = {item.name for item in defined.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")}
+    harmless = {"init_weights_update_group", "destroy_weights_update_group", "end_weight_update"}
+    assert calls - harmless == set(weights.CALLS)
 
 
 @pytest.mark.ci

@@ -13,7 +13,7 @@ import torch
 import world
 from forebay.sglang import identity
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolHitPolicy, PoolName, PoolTransfer
-from world import backend, config, content, fill, mha, mla, names, pages
+from world import backend, config, content, fill, mha, mla, names, pages, weight_updater
 
 pytestmark = pytest.mark.ci
 
@@ -122,6 +122,32 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
     assert len({one, *others}) == len(others) + 1
 
 
+def test_an_adapter_that_was_trained_anew_in_its_place_is_another_one(tmp_path: Path) -> None:
+    place = str(tmp_path / "adapter")
+    forms: list[Any] = [
+        [SimpleNamespace(lora_id="1", lora_name="a", lora_path=place)],
+        [f"a={place}"],
+        [place],
+        [{"lora_name": "a", "lora_path": place}],
+        {"a": place},
+    ]
+
+    def of(weights: bytes, settings: str = "{}") -> str:
+        Path(place).mkdir(exist_ok=True)
+        (Path(place) / "adapter_model.safetensors").write_bytes(weights)
+        (Path(place) / "adapter_config.json").write_text(settings)
+        found = {identity.of(SimpleNamespace(model_path="org/name", lora_paths=form), "0.5.23", "") for form in forms}
+        assert len(found) == 1, "however it is given"
+        return found.pop()
+
+    def without(given: Any) -> str:
+        return identity.of(SimpleNamespace(model_path="org/name", lora_paths=given), "0.5.23", "")
+
+    assert without(None) == without([]) == identity.of(SimpleNamespace(model_path="org/name"), "0.5.23", "")
+    assert of(b"one") == of(b"one")
+    assert len({without(None), of(b"one"), of(b"two"), of(b"one", '{"lora_alpha": 1}')}) == 4
+
+
 def test_mla_pages_have_one_writer_and_are_read_by_all_ranks(cache: Path) -> None:
     source, target = mla(), mla()
     fill(source, 1)
@@ -204,6 +230,22 @@ def test_after_close_everything_is_a_miss(cache: Path) -> None:
         assert over.batch_exists(names(2)) == 0 and over.batch_get_v1(names(2), pages(pool, 0, 2)) == [False, False]
         assert over.batch_set_v1(names(2), pages(pool, 0, 2)) == [False, False]
         assert over.batch_exists_v2(names(2)).kv_hit_pages == 0 and over.clear() is False
+
+
+def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updater, pool, keys = weight_updater(monkeypatch), mha(), names(3)
+    transfer = [PoolTransfer(name=PoolName.SWA, keys=keys[:2], host_indices=pages(pool, 0, 2))]
+    with backend(config(cache), pool, swa=pool) as over:
+        assert all(over.batch_set_v1(keys[:2], pages(pool, 0, 2))) and over.batch_set_v2(transfer) == {PoolName.SWA: [True, True]}
+        updater.update_weights_from_tensor()
+        assert over.batch_exists(keys[:2]) == 0 and over.batch_exists_v2(keys[:2]).kv_hit_pages == 0
+        assert over.batch_get_v1(keys[:2], pages(pool, 0, 2)) == [False, False]
+        assert over.batch_get_v2(transfer) == {PoolName.SWA: [False, False]} == over.batch_set_v2(transfer)
+        assert over.batch_set_v1(keys, pages(pool, 0, 3)) == [False] * 3
+    # After a restart.
+    weight_updater(monkeypatch)
+    with backend(config(cache), pool, swa=pool) as over:
+        assert over.batch_exists(keys) == 2 and over.batch_get_v2(transfer) == {PoolName.SWA: [True, True]}
 
 
 def test_clear_removes_this_models_pages_only_and_stats_are_taken_once(cache: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ninja
@@ -14,6 +17,7 @@ import ninja
 # SGLang compiles its hash of pages at first use, and looks for ninja on the path.
 os.environ["PATH"] = f"{Path(ninja.__file__).parent.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
 import torch  # noqa: E402
+from forebay.sglang import weights  # noqa: E402
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MambaPool, MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
@@ -139,6 +143,16 @@ def content(pool: Any, page: int) -> bytes:
 def names(count: int, salt: str = "") -> list[str]:
     """Keys like SGLang's page hashes."""
     return [f"{salt:0<4}{at:060x}" for at in range(1, count + 1)]
+
+
+def weight_updater(monkeypatch: Any) -> Any:
+    """A process just started: what puts weights into its model, as SGLang's modules have it, whose calls answer with their names."""
+    calls = {name: (lambda self, name=name, **_: name) for name in weights.CALLS}
+    module: Any = ModuleType(weights.MODULE)
+    setattr(module, weights.CLASS, type(weights.CLASS, (), calls))
+    monkeypatch.setitem(sys.modules, weights.MODULE, module)
+    monkeypatch.setattr(weights, "_exchanged", threading.Event())
+    return getattr(module, weights.CLASS)()
 
 
 @contextmanager

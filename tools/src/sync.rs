@@ -245,7 +245,15 @@ impl Sync<'_> {
         let store = RemoteStore::open(&self.options)?;
         let mut jobs = Vec::new();
         for (namespace, shard) in store.shards()? {
-            let geometry = store.geometry(&namespace, &shard)?;
+            let geometry = match store.geometry(&namespace, &shard) {
+                // Another program's folder, or a server ended before it had described its first
+                // chunk. The others can be brought all the same.
+                Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {
+                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    continue;
+                }
+                geometry => geometry?,
+            };
             if !is_meant(args, &namespace, &geometry) {
                 continue;
             }

@@ -116,6 +116,19 @@ fn a_cache_goes_to_the_store_and_from_there_to_another_drive_each_chunk_once() {
 }
 
 #[test]
+fn a_folder_that_nobody_has_described_is_passed_over() {
+    let w = World::new();
+    let n = w.chunks("a").len() as u64;
+    assert_eq!(counts(&w.sync("up a", 0)), [n, 0, n, 0]);
+    let other = w.root.path().join(BUCKET).join("some/model/another/program");
+    std::fs::create_dir_all(&other).unwrap();
+    std::fs::write(other.join("file"), "not ours").unwrap();
+    let down = w.run(&format!("sync down b --remote {REMOTE} --json")).expect(0);
+    assert!(down.stderr.contains("passed over another/program"), "{}", down.stderr);
+    assert_eq!(counts(&down.json()["shards"][0]), [n, 0, n, 0]);
+}
+
+#[test]
 fn damage_is_not_moved_either_way_and_is_told() {
     let w = World::new();
     let n = w.chunks("a").len() as u64;

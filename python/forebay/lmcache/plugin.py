@@ -144,7 +144,10 @@ class Adapter(L2AdapterInterface):
         """Removes the values of the keys, durably, for all servers."""
         names = [name(key) for key in keys]
         removed = self._store.delete(names)
-        self._forget(forebay.object_digest(one) for one, yes in zip(names, removed, strict=True) if yes)
+        # What another server has evicted or deleted before has gone too: LMCache would name it again.
+        there = self._store.exists(names) if self._store.is_up else [True] * len(names)
+        gone = [one for one, yes, still in zip(names, removed, there, strict=True) if yes or not still]
+        self._forget(forebay.object_digest(one) for one in gone)
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
@@ -214,11 +217,13 @@ class Adapter(L2AdapterInterface):
 
     def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
+        # 0: the value was there already, and the server that stored it counts it.
+        written = {forebay.object_digest(name(key)): (key, length) for key, length in stored if length > 0}
+        # Where this server had stored one of them before, it has gone since: another server has evicted
+        # or deleted it, or this one has, a moment ago. LMCache would count both.
+        self._forget(written)
         with self._lock:
-            for key, length in stored:
-                # 0: the value was there already, and the server that stored it counts it.
-                if length > 0:
-                    self._stored[forebay.object_digest(name(key))] = (key, length)
+            self._stored |= written
         if stored:
             self._notify_keys_stored([key for key, _ in stored], [length for _, length in stored])
 

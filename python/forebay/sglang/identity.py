@@ -49,7 +49,23 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
         "seed": seed,
         "fingerprint": fingerprint,
     }
+    if found := adapters(getattr(server_args, "lora_paths", None)):
+        parts["adapters"] = found
     return digest(parts)
+
+
+def adapters(given: Any) -> list[list[str | None]]:
+    """The LoRA adapters that SGLang starts with, as `--lora-paths` or SGLang's records of it name them.
+
+    SGLang's keys have an adapter's name and path alone, and one that was trained anew lies in the same place.
+    """
+    paths = set()
+    for one in given.values() if isinstance(given, dict) else given or ():
+        if isinstance(one, str):
+            paths.add(one.split("=", 1)[-1])
+        else:
+            paths.add(str(one.get("lora_path") if isinstance(one, dict) else getattr(one, "lora_path", None)))
+    return [[path, weights_digest(path), config_digest(Path(path), "adapter_config.json")] for path in sorted(paths)]
 
 
 def digest(parts: Any) -> str:
@@ -70,9 +86,9 @@ def local_folder(path: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def config_digest(folder: Path) -> str | None:
+def config_digest(folder: Path, name: str = "config.json") -> str | None:
     """Digest of the model's configuration, rotary parameters among it."""
     try:
-        return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
     except OSError:
         return None

@@ -13,6 +13,7 @@ Invariants:
 - No wait is without a bound: a load ends when `load_timeout_ms` is over, whatever the drive does.
 - When `finish_layer_wise_loading` returns, no byte of that batch's slots is written any more.
 - Nothing is raised into SGLang once it runs. What is wrong with settings, pools or version is raised at the start.
+- Once SGLang has exchanged its weights nothing is promised, loaded or stored (`weights.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import forebay
 import torch
 from forebay.connector import settings as checked
-from forebay.sglang import identity, versions
+from forebay.sglang import identity, versions, weights
 from forebay.sglang.quiet import Quiet
 from forebay.sglang.resume import window_ends
 from forebay.sglang.sources import Source, sources
@@ -117,6 +118,7 @@ class Linker(UnifiedCacheLinker):
         """Opens a cache for each kind of page that the model has."""
         version = versions.require("--enable-unified-cache-external-linker")
         _refuse(server_args, params)
+        weights.watch()
         settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, **(extra_config or {})}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
         if "chunk_size" in settings:
@@ -164,6 +166,7 @@ class Linker(UnifiedCacheLinker):
         return self._quiet.guarded("asked", lambda: self._restorable(rid, transfers), [])
 
     def _restorable(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        weights.require_the_same()
         now = time.monotonic()
         while self._promises and (len(self._promises) >= MOST_PROMISES or next(iter(self._promises.values()))[0] <= now):
             self._promises.popitem(last=False)
@@ -202,6 +205,7 @@ class Linker(UnifiedCacheLinker):
 
     def _promised(self, transfers: list[PoolTransfer]) -> list[Part] | None:
         """What is to be loaded, kept from eviction; none where some of it has gone."""
+        weights.require_the_same()
         if time.monotonic() < self._nothing_until:
             return None
         parts = []
@@ -306,6 +310,7 @@ class Linker(UnifiedCacheLinker):
     def _save(self, task: tuple[Offload, list[PoolTransfer], list[Any]]) -> None:
         offload, transfers, events = task
         try:
+            weights.require_the_same()
             stream = self._order.after(events)
             for transfer in transfers:
                 source, keys = self._sources[transfer.name], list(transfer.keys or ())

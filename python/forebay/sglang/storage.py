@@ -9,6 +9,7 @@ Invariants:
 - Nothing is raised into SGLang once it runs. What is wrong with the settings, the pools or the version is raised at the start.
 - When `close` returns, no byte of SGLang's memory is read or written any more.
 - A key names a page's content with all that gives it its meaning, so nothing is ever overwritten.
+- Once SGLang has exchanged its weights nothing is found, read or stored (`weights.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import forebay
 import torch
-from forebay.sglang import identity, versions
+from forebay.sglang import identity, versions, weights
 from forebay.sglang.pages import Pages, span_of
 from forebay.sglang.quiet import Quiet
 from forebay.sglang.resume import window_ends
@@ -56,6 +57,7 @@ class HiCache(HiCacheStorage):
         """Opens the cache."""
         version = versions.require("--hicache-storage-backend")
         _refuse(storage_config)
+        weights.watch()
         from sglang.srt.runtime_context import get_server_args
 
         settings = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in SGLANGS_KEYS}
@@ -192,6 +194,7 @@ class HiCache(HiCacheStorage):
                 logger.info("pages are copied through staging, their memory could not be registered: %s", error)
 
     def _need_kv(self) -> Pages:
+        weights.require_the_same()
         if self._kv is None:
             raise ValueError("SGLang has registered no host pool")
         return self._kv
@@ -227,6 +230,7 @@ class HiCache(HiCacheStorage):
         self, what: str, transfers: Iterable[PoolTransfer], do: Callable[[Pages, list[str], torch.Tensor], list[bool]]
     ) -> dict[str, list[bool]]:
         def one(transfer: PoolTransfer) -> list[bool]:
+            weights.require_the_same()
             name, keys = str(transfer.name), list(transfer.keys or ())
             pages = self._need_kv() if name == str(PoolName.KV) else self._pools[name]
             if transfer.host_indices is None:
