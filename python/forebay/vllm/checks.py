@@ -9,7 +9,7 @@ from forebay.vllm.geometry import Shape, Unsupported
 from forebay.vllm.settings import Settings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger("vllm.forebay")
 
@@ -40,14 +40,37 @@ def failure_policy(vllm_config: VllmConfig, settings: Settings) -> None:
     transfer.kv_load_failure_policy = "recompute"
 
 
-def _outer(vllm_config: VllmConfig) -> str | None:
+#: Connectors that load within a step and say only at its end what has failed: by then stores of what
+#: they should have loaded have begun.
+LOAD_WITHIN_A_STEP = frozenset({"LMCacheConnectorV1", "FlexKVConnectorV1"})
+
+
+def siblings(vllm_config: VllmConfig) -> None:
+    """Refuses connectors beside which wrong KV could be stored."""
+    multi = _multi(vllm_config)
+    children = [] if multi is None else multi.kv_connector_extra_config.get("connectors", [])
+    for name in (child.get("kv_connector") for child in children):
+        if name in LOAD_WITHIN_A_STEP:
+            raise Unsupported(
+                f"MultiConnector with {name} beside ForebayConnector: where a load of {name} fails, vLLM says so only when Forebay has "
+                "begun to store what it should have brought; use one of them (LMCache can keep its values in Forebay: docs/lmcache.md)"
+            )
+
+
+def _multi(vllm_config: VllmConfig) -> KVTransferConfig | None:
+    """The configuration of the MultiConnector around this connector, where there is one and it is in reach."""
     from vllm.config import get_current_vllm_config_or_none
 
     current = get_current_vllm_config_or_none()
     transfer = None if current is None else current.kv_transfer_config
     if transfer is None or transfer is vllm_config.kv_transfer_config or transfer.kv_connector != "MultiConnector":
         return None
-    return transfer.kv_load_failure_policy
+    return transfer
+
+
+def _outer(vllm_config: VllmConfig) -> str | None:
+    multi = _multi(vllm_config)
+    return None if multi is None else multi.kv_load_failure_policy
 
 
 def blending(vllm_config: VllmConfig, settings: Settings) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import forebay
 import pytest
 from forebay.connector import settings
-from forebay.vllm import identity
+from forebay.vllm import checks, identity
 from forebay.vllm.connector import ForebayConnector
+from forebay.vllm.geometry import Unsupported
 
 from .server import Server, Shape, vllm_config
 
@@ -138,3 +139,16 @@ def test_a_function_of_the_users_own_lowers_what_is_loaded(tmp_path: Path) -> No
     for wrong in ("nowhere:half", "harness.test_settings:nothing", "harness.test_settings", 7):
         with pytest.raises(ValueError, match="write module:function"):
             Server(Shape(settings={"load_limit": wrong}), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "FlexKVConnectorV1"])
+def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def siblings(other: str) -> None:
+        children = [{"kv_connector": other}, {"kv_connector": "ForebayConnector"}]
+        multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+        monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: SimpleNamespace(kv_transfer_config=multi))
+        checks.siblings(SimpleNamespace(kv_transfer_config=SimpleNamespace()))  # type: ignore[arg-type]
+
+    siblings("NixlConnector")
+    with pytest.raises(Unsupported, match=f"MultiConnector with {name} beside ForebayConnector"):
+        siblings(name)
