@@ -124,8 +124,14 @@ impl Ring {
         match self.files.find(piece.file_id) {
             FileSlot::At(i) => (Some(i), false),
             FileSlot::New(i) => {
-                // Queued entries may name this index for the file that was there.
+                // Queued entries may name this index for the file that was there. The kernel may take
+                // only some of them, as where it has no memory: the next block of this file tries
+                // again.
                 let _ = self.submit();
+                if !self.uring.submission().is_empty() {
+                    self.files.forget(piece.file_id);
+                    return (None, false);
+                }
                 match self.uring.submitter().register_files_update(i, &[piece.fd]) {
                     Ok(_) => (Some(i), true),
                     Err(e) => {
