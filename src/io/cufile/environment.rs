@@ -82,8 +82,8 @@ fn set(name: &str, path: &Path) {
     unsafe { std::env::set_var(name, path) };
 }
 
-/// A new directory in `base` that nobody else can write to. Its number is the time: a container that
-/// is started again and again has the same process numbers, and what was left before stays.
+/// A new directory in `base` that nobody else can write to. Its number is the time: a container
+/// that is started again and again has the same process numbers, and what was left before stays.
 fn private_dir(base: &Path) -> std::io::Result<PathBuf> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
     let mut last = None;

@@ -189,7 +189,7 @@ mod tests {
             let names = cache.path().read_dir().unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
             names.collect::<std::collections::BTreeSet<_>>()
         };
-        // The name does not hang on the number of the program, which is the same in many containers.
+        // The name does not hang on the program's number, which is the same in many containers.
         let program = script(&dir, "touch $4/seen$FOREBAY_CUFILE_TRIAL");
         (0..2).for_each(|_| drop(run(&program, cache.path(), None, LONG)));
         assert_eq!(names().iter().filter(|n| n.starts_with("seen.forebay-cufile-")).count(), 2, "{:?}", names());

@@ -57,7 +57,8 @@ impl Ring {
         // There is no flag for polls that stay armed; these came with the same kernel. Without them
         // the bell would complete again and again, and the owner never sleep.
         if !uring.params().is_feature_resource_tagging() {
-            return Err(Error::new(ErrorKind::Unsupported, "io_uring of this kernel has no lasting polls (before 5.13)"));
+            let why = "io_uring of this kernel has no multishot polls (before 5.13)";
+            return Err(Error::new(ErrorKind::Unsupported, why));
         }
         let regions = spec.options.regions.clone();
         let mut ring = Self {
@@ -129,9 +130,9 @@ impl Ring {
         match self.files.find(piece.file_id) {
             FileSlot::At(i) => (Some(i), false),
             FileSlot::New(i) => {
-                // Queued entries may name this index for the file that was there. The kernel may take
-                // only some of them, as where it has no memory: the next block of this file tries
-                // again.
+                // Queued entries may name this index for the file that was there. The kernel may
+                // take only some of them, as where it has no memory: the next block of this file
+                // tries again.
                 let _ = self.submit();
                 if !self.uring.submission().is_empty() {
                     self.files.forget(piece.file_id);
