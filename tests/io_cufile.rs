@@ -4,6 +4,7 @@
 
 mod io_world;
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -383,6 +384,24 @@ fn a_flush_waits_for_writes_on_every_side() {
         w.mover.control.hold(false);
         assert!((0..4).all(|_| rx.recv_timeout(LONG).unwrap()));
         assert_eq!(order.lock().unwrap().last(), Some(&"flush"));
+    });
+}
+
+#[test]
+fn a_flush_that_takes_long_is_not_cufiles_fault() {
+    child("a_flush_that_takes_long_is_not_cufiles_fault", "nvfs").run(|| {
+        let w = World::open();
+        // A write of the host's that hangs: more than the pipe holds, and nobody reads.
+        let (other_end, pipe) = std::io::pipe().unwrap();
+        let file = Arc::new(DirectFile::from_file(OwnedFd::from(pipe).into(), "pipe"));
+        let bytes = AlignedBuf::zeroed(4 * MIB).unwrap().into();
+        w.drive.write.submit(Request::write(Arc::clone(&file), 0, bytes, nobody)).unwrap();
+        let flush = Request::flush(file, nobody).timeout(Duration::from_millis(200));
+        assert_eq!(wait(&*w.drive.write, flush).result.unwrap_err().kind(), ErrorKind::TimedOut);
+        // The watchdog answers the caller after it has dealt with the call.
+        assert_eq!(w.active(), IoPath::CufileGds, "{}", w.reason(IoPath::CufileGds));
+        drop(other_end);
+        until("write and flush end", || w.drive.write.in_flight() == 0);
     });
 }
 

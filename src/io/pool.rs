@@ -15,6 +15,7 @@ use parking_lot::{Condvar, MutexGuard};
 use super::door::{Behind, Closing, Door, DoorFrame, Taken};
 use super::file::DirectFile;
 use super::jobs::{Detached, Ended, IoPiece, IoSpan, Jobs, Moved};
+use super::request::Op;
 use super::throttle::WriteWindow;
 use super::{Buf, Direction, QueueSpec};
 use crate::error::{Error, Result};
@@ -42,12 +43,12 @@ pub(super) trait Transfer: Send + Sync + 'static {
 
     /// How long a call may take before it counts as hung, given its request's time-out. The rest of
     /// that time is for serving the request another way. `None`: a call counts as hung when its
-    /// request times out.
-    fn patience(&self, _whole: Duration) -> Option<Duration> {
+    /// request times out, and that is not the transfer's fault.
+    fn patience(&self, _op: Op, _whole: Duration) -> Option<Duration> {
         None
     }
 
-    /// A call was found to hang.
+    /// A call with a [`Transfer::patience`] was found to hang.
     fn hangs(&self) {}
 
     /// Other memory for a read whose own a call that hangs may still write to; may hang as well.
@@ -271,7 +272,7 @@ impl PoolShared {
     fn run(&self, state: &mut MutexGuard<'_, PoolState>, piece: &IoPiece) -> Option<Ended> {
         let file = Arc::clone(state.jobs.file(piece.span.job)?);
         let (deadline, whole) = state.jobs.deadline(piece.span.job)?;
-        let patience = self.transfer.patience(whole).map(|p| Instant::now() + p);
+        let patience = self.transfer.patience(piece.op, whole).map(|p| Instant::now() + p);
         let at = state.call(Call { span: piece.span, patience, hung: false });
         if patience.is_some_and(|p| state.watching_until.is_none_or(|t| p < t)) {
             self.watch.notify_one();
@@ -312,11 +313,14 @@ impl PoolShared {
             let abandons = state.closing.abandons(now);
             let expired = if abandons { state.jobs.abandon(None) } else { state.jobs.expire(now) };
             let late = |c: &Call| c.patience.is_some_and(|p| p <= now) || expired.stuck.contains(&c.span.job);
+            let at_fault = state.calls.iter().flatten().any(|c| !c.hung && c.patience.is_some() && late(c));
             let hung = state.hang(late);
             if !hung.is_empty() || !expired.ended.is_empty() {
                 if !hung.is_empty() {
                     self.replace_hung(&mut state);
-                    MutexGuard::unlocked(&mut state, || self.transfer.hangs());
+                    if at_fault {
+                        MutexGuard::unlocked(&mut state, || self.transfer.hangs());
+                    }
                     self.serve_elsewhere(&mut state, hung);
                 }
                 MutexGuard::unlocked(&mut state, || {

@@ -76,7 +76,7 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     // trial gets the directory all the same, to report the refusal.
     below.trial_dir = below.trial_dir.filter(|dir| DirectFile::temporary_in(dir).is_ok());
     below.regions.extend([Arc::clone(&for_reads), Arc::clone(&for_writes)]);
-    let mut host = open_host(&below)?;
+    let mut host = host_queues(below, open_host)?;
     if less || less_too {
         let mib = for_reads.len().min(for_writes.len()) >> 20;
         host.report.notes.add(format!("the pinned memory for each direction is only {mib} MiB"));
@@ -105,6 +105,20 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     let write = start(Direction::Write, &host.write, for_writes)?;
     host.report.device = Some(path);
     Ok(Drive { read, write, report: host.report })
+}
+
+/// The host's queues, tried in the directory; where that fails, in memory. A drive that is full or
+/// takes no writes can still be read, and what ails it is for the requests to meet.
+fn host_queues(mut options: IoOptions, open: impl Fn(&IoOptions) -> Result<Host>) -> Result<Host> {
+    match open(&options) {
+        Err(e) if options.trial_dir.is_some() => {
+            options.trial_dir = None;
+            let host = open(&options)?;
+            host.report.notes.add(format!("the I/O path was tried in memory, not on the drive: {e}"));
+            Ok(host)
+        }
+        other => other,
+    }
 }
 
 fn spec(options: &IoOptions, host: &Host, direction: Direction, place: MemorySpace) -> QueueSpec {
@@ -165,5 +179,24 @@ impl Queue for Router {
         let direct = self.direct.as_ref().map_or(Ok(()), |(pool, _)| pool.close(deadline));
         let bounce = self.bounce.close(deadline);
         self.host.close(deadline).and(bounce).and(direct)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, ErrorKind};
+
+    #[test]
+    fn a_drive_that_takes_no_writes_is_opened_all_the_same_and_says_why() {
+        let full = |options: &IoOptions| match options.trial_dir {
+            Some(_) => Err(Error::new(ErrorKind::NoSpace, "no byte is left")),
+            None => open_host(options),
+        };
+        let options = IoOptions { trial_dir: Some("/".into()), ..IoOptions::default() };
+        let notes = host_queues(options, full).unwrap().report.notes.list();
+        assert!(notes.iter().any(|note| note.contains("no byte is left")), "{notes:?}");
+        let broken = |_: &IoOptions| Err(Error::new(ErrorKind::Unsupported, "nothing works here"));
+        assert!(host_queues(IoOptions::default(), broken).is_err());
     }
 }

@@ -1,7 +1,8 @@
+use std::any::Any;
 use std::sync::mpsc;
 
 use super::*;
-use crate::device::{Gate, HostMemory, HugePages, PagedKv, Part};
+use crate::device::{Gate, HostMemory, HugePages, Launched, PagedKv, Part, Point};
 use crate::format::layout::SlotCodec;
 use crate::geometry::{LayerKind, LayerSpec};
 use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -111,6 +112,41 @@ fn a_done_callback_may_close_its_own_gate() {
     });
     assert!(!rx.recv().unwrap());
     assert!(rig.written() && gate.is_closed());
+}
+
+/// A point that has passed.
+struct Passed;
+
+impl Point for Passed {
+    fn has_passed(&self) -> bool {
+        true
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[test]
+fn when_done_is_called_the_job_holds_nothing_of_the_callers() {
+    let rig = rig(1);
+    let (tx, rx) = mpsc::channel();
+    for is_load in [true, false] {
+        let (point, token) = (Arc::new(Passed), Arc::new(()));
+        let (fence_left, callback_left) = (Arc::downgrade(&point), Arc::downgrade(&token));
+        let tx = tx.clone();
+        let left = move || tx.send((fence_left.strong_count(), callback_left.strong_count())).unwrap();
+        let (kv, staging, gate) = (Arc::clone(&rig.kv), rig.pool.try_take().unwrap(), Arc::new(Gate::new()));
+        let (parts, after) = (vec![rig.part()], vec![Fence::new(point)]);
+        let launched: Option<Launched> = Some(Box::new(move |_| drop(token)));
+        if is_load {
+            let done = Box::new(move |_: Scattered| left());
+            rig.device.scatter(ScatterJob { kv, staging, parts, zeros: false, gate, after, launched, done });
+        } else {
+            let done = Box::new(move |_: Gathered| left());
+            rig.device.gather(GatherJob { kv, staging, parts, gate, after, launched, done });
+        }
+        assert_eq!(rx.recv().unwrap(), (0, 0));
+    }
 }
 
 #[test]

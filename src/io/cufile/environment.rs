@@ -8,6 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 /// Names libcufile's configuration file.
 pub(super) const JSON_VARIABLE: &str = "CUFILE_ENV_PATH_JSON";
@@ -45,7 +46,7 @@ pub(super) fn prepare() -> Option<PathBuf> {
         if !json && !log {
             return;
         }
-        let dir = match private_dir() {
+        let dir = match private_dir(&std::env::temp_dir()) {
             Ok(dir) => dir,
             Err(e) => {
                 tracing::warn!(error = %e, "no directory for cuFile's settings and log: it uses its own");
@@ -81,11 +82,12 @@ fn set(name: &str, path: &Path) {
     unsafe { std::env::set_var(name, path) };
 }
 
-/// A new directory that nobody else can write to.
-fn private_dir() -> std::io::Result<PathBuf> {
-    let base = std::env::temp_dir();
+/// A new directory in `base` that nobody else can write to. Its number is the time: a container
+/// that is started again and again has the same process numbers, and what was left before stays.
+fn private_dir(base: &Path) -> std::io::Result<PathBuf> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
     let mut last = None;
-    for n in 0..100 {
+    for n in now..now + 100 {
         let dir = base.join(format!("forebay-cufile-{}-{n}", std::process::id()));
         match DirBuilder::new().mode(0o700).create(&dir) {
             Ok(()) => return Ok(dir),
@@ -102,6 +104,15 @@ fn write_json(path: &Path) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn directories_that_were_left_before_do_not_stand_in_the_way() {
+        let base = tempfile::tempdir().unwrap();
+        for n in 0..100 {
+            std::fs::create_dir(base.path().join(format!("forebay-cufile-{}-{n}", std::process::id()))).unwrap();
+        }
+        assert!(private_dir(base.path()).unwrap().is_dir());
+    }
 
     #[test]
     fn the_settings_are_json_with_the_values_that_were_tried() {

@@ -13,7 +13,7 @@ use crossbeam_channel::bounded;
 
 use super::environment;
 use super::reason::{CufileCause, CufileReason};
-use super::trial::{TrialReport, file_of};
+use super::trial::{FILE_PREFIX, FILE_VARIABLE, TrialReport, file_name};
 use crate::io::program;
 
 /// Names the `forebay` program.
@@ -21,6 +21,8 @@ pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
 /// A trial that takes longer has failed. CUDA's start alone takes seconds on a machine with eight
 /// GPUs.
 pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
+/// A trial's file of this age is left over: its program and who started it were killed.
+const LEFT_OVER: Duration = Duration::from_secs(600);
 /// Time between two checks whether the program has ended, after it closed its output without a
 /// report.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
@@ -42,23 +44,36 @@ pub(super) fn program() -> Option<PathBuf> {
 
 /// Tries cuFile in `dir` with memory of the accelerator with this ordinal.
 pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
-    match started(program, dir, gpu)
+    remove_left_over(dir);
+    let name = file_name();
+    match started(program, dir, &name, gpu)
         .map_err(|e| CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display())))
     {
         Ok(child) => {
-            let file = file_of(dir, child.id());
             let report = answer(child, timeout);
             // A trial that was killed or crashed leaves its file behind.
-            let _ = std::fs::remove_file(file);
+            let _ = std::fs::remove_file(dir.join(name));
             report
         }
         Err(reason) => TrialReport::failed(reason),
     }
 }
 
-fn started(program: &Path, dir: &Path, gpu: Option<u32>) -> std::io::Result<Child> {
+/// Removes the files of trials that nobody is left to remove.
+fn remove_left_over(dir: &Path) {
+    let Ok(entries) = std::fs::read_dir(dir) else { return };
+    for entry in entries.filter_map(Result::ok) {
+        let age = entry.metadata().ok().and_then(|m| m.modified().ok()?.elapsed().ok());
+        let is_trial = entry.file_name().to_string_lossy().starts_with(FILE_PREFIX);
+        if is_trial && age.is_some_and(|age| age > LEFT_OVER) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+fn started(program: &Path, dir: &Path, name: &str, gpu: Option<u32>) -> std::io::Result<Child> {
     let mut command = Command::new(program);
-    command.arg("probe").arg("--json").arg("--cufile-trial").arg(dir);
+    command.arg("probe").arg("--json").arg("--cufile-trial").arg(dir).env(FILE_VARIABLE, name);
     if let Some(gpu) = gpu {
         command.arg("--gpu").arg(gpu.to_string());
     }
@@ -161,10 +176,33 @@ mod tests {
         let reason = cause_of("exec >&-; exec sleep 1000", Duration::from_millis(50));
         assert_eq!(reason.cause, CufileCause::TimedOut, "also one that has closed its output");
         let dir = tempfile::tempdir().unwrap();
-        let program = script(&dir, "touch $4/.forebay-cufile-$$; exec sleep 1000");
+        let program = script(&dir, "touch $4/$FOREBAY_CUFILE_TRIAL; exec sleep 1000");
         let left = tempfile::tempdir().unwrap();
         run(&program, left.path(), None, Duration::from_millis(500));
         assert_eq!(left.path().read_dir().unwrap().count(), 0, "what it left behind is removed");
+    }
+
+    #[test]
+    fn each_trial_has_a_file_of_its_own_and_removes_only_what_is_left_over() {
+        let (dir, cache) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let names = || {
+            let names = cache.path().read_dir().unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+            names.collect::<std::collections::BTreeSet<_>>()
+        };
+        // The name does not hang on the program's number, which is the same in many containers.
+        let program = script(&dir, "touch $4/seen$FOREBAY_CUFILE_TRIAL");
+        (0..2).for_each(|_| drop(run(&program, cache.path(), None, LONG)));
+        assert_eq!(names().iter().filter(|n| n.starts_with("seen.forebay-cufile-")).count(), 2, "{:?}", names());
+        let long_ago = std::time::SystemTime::now() - 2 * LEFT_OVER;
+        for (name, is_old) in [(".forebay-cufile-7-1", true), (".forebay-cufile-7-2", false), ("data.kv", true)] {
+            let file = std::fs::File::create(cache.path().join(name)).unwrap();
+            if is_old {
+                file.set_modified(long_ago).unwrap();
+            }
+        }
+        run(&program, cache.path(), None, LONG);
+        assert!(!names().contains(".forebay-cufile-7-1"), "nobody is left to remove it");
+        assert!(names().contains(".forebay-cufile-7-2") && names().contains("data.kv"), "{:?}", names());
     }
 
     #[test]

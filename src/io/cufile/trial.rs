@@ -9,6 +9,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
 use crossbeam_channel::bounded;
 use serde::{Deserialize, Serialize};
@@ -154,9 +155,16 @@ fn of_error(e: &Error) -> CufileReason {
     CufileReason::new(cause, e.to_string())
 }
 
-/// The file of the trial that runs in this process.
-pub(super) fn file_of(dir: &Path, pid: u32) -> PathBuf {
-    dir.join(format!(".forebay-cufile-{pid}"))
+/// How the names of trials' files begin.
+pub(super) const FILE_PREFIX: &str = ".forebay-cufile-";
+/// Tells the trial's program the name of its file, which who started it removes if it is killed.
+pub(super) const FILE_VARIABLE: &str = "FOREBAY_CUFILE_TRIAL";
+
+/// A name for a trial's file. The time tells apart processes with the same number, as in several
+/// containers that share the directory and are started at once.
+pub(super) fn file_name() -> String {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    format!("{FILE_PREFIX}{}-{}", std::process::id(), now.as_nanos())
 }
 
 /// A file that keeps its name during the trial, since cuFile takes no unnamed file.
@@ -164,7 +172,7 @@ struct TrialFile(Arc<DirectFile>);
 
 impl TrialFile {
     fn new(dir: &Path) -> std::result::Result<Self, CufileReason> {
-        let path = file_of(dir, std::process::id());
+        let path = dir.join(std::env::var(FILE_VARIABLE).unwrap_or_else(|_| file_name()));
         let options = FileOptions { create_new: true, ..FileOptions::create() };
         let file = Self(Arc::new(DirectFile::open(path, options).map_err(|e| of_error(&e))?));
         if file.0.is_direct() { Ok(file) } else { Err(CufileReason::plain(CufileCause::NoDirectIo)) }

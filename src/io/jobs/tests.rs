@@ -132,6 +132,24 @@ fn a_time_out_is_delivered_once_and_the_buffer_stays_until_the_last_block_has_en
 }
 
 #[test]
+fn a_read_is_detached_only_while_a_block_of_it_is_out_and_ends_with_that() {
+    let mut b = Bench::new();
+    let rx = b.admit(Op::Read, 2);
+    assert_eq!(b.jobs.awaited_read(0), None, "nothing that could hang");
+    assert!(b.jobs.detach(0, 0).is_none());
+    let p = b.jobs.next().unwrap();
+    let (seq, bytes) = b.jobs.awaited_read(p.span.job).unwrap();
+    assert_eq!(bytes, 2 * BLOCK);
+    assert!(b.jobs.detach(p.span.job, seq + 1).is_none(), "another request");
+    let detached = b.jobs.detach(p.span.job, seq).unwrap();
+    assert_eq!((detached.len, b.jobs.next().is_none(), b.jobs.live()), (2 * BLOCK, true, 1));
+    detached.caller.tell(Ok(()), None);
+    rx.try_recv().unwrap().result.unwrap();
+    b.end(p.span, Ok(BLOCK));
+    assert_eq!((b.jobs.live(), b.stats.in_flight(), b.stats.counts().quarantined), (0, 0, 0));
+}
+
+#[test]
 fn a_request_that_never_started_gets_its_buffer_back_with_the_time_out() {
     let mut b = Bench::new();
     let rx = b.admit(Op::Read, 1);

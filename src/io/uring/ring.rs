@@ -2,7 +2,7 @@
 //!
 //! Invariants: every call comes from the thread that made the ring; at most as many blocks as were
 //! agreed when it was made are in the kernel, so completions never overflow; features that the
-//! kernel lacks are left out and noted, except timed waits, which are required.
+//! kernel lacks are left out and noted, except timed waits and lasting polls, which are required.
 #![expect(unsafe_code, reason = "submission entries carry raw addresses; the job table keeps what they name alive")]
 
 use std::os::fd::RawFd;
@@ -53,6 +53,12 @@ impl Ring {
         let uring = build(depth, &spec.notes)?;
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(Error::new(ErrorKind::Unsupported, "io_uring of this kernel has no timed waits (before 5.11)"));
+        }
+        // There is no flag for polls that stay armed; these came with the same kernel. Without them
+        // the bell would complete again and again, and the owner never sleep.
+        if !uring.params().is_feature_resource_tagging() {
+            let why = "io_uring of this kernel has no multishot polls (before 5.13)";
+            return Err(Error::new(ErrorKind::Unsupported, why));
         }
         let regions = spec.options.regions.clone();
         let mut ring = Self {
@@ -124,8 +130,14 @@ impl Ring {
         match self.files.find(piece.file_id) {
             FileSlot::At(i) => (Some(i), false),
             FileSlot::New(i) => {
-                // Queued entries may name this index for the file that was there.
+                // Queued entries may name this index for the file that was there. The kernel may
+                // take only some of them, as where it has no memory: the next block of this file
+                // tries again.
                 let _ = self.submit();
+                if !self.uring.submission().is_empty() {
+                    self.files.forget(piece.file_id);
+                    return (None, false);
+                }
                 match self.uring.submitter().register_files_update(i, &[piece.fd]) {
                     Ok(_) => (Some(i), true),
                     Err(e) => {

@@ -86,10 +86,11 @@ fn kernel(m: &Machine) -> Finding {
     let mut parts = m.kernel.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     let version = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
     let found = format!("Linux {}", m.kernel);
-    if version >= (5, 11) || version == (0, 0) {
+    if version >= (5, 13) || version == (0, 0) {
         return Finding::ok("kernel", found);
     }
-    Finding::warn("kernel", format!("{found}: its io_uring has no timed waits"), "use Linux 5.11 or later, best 6.1")
+    let found = format!("{found}: its io_uring lacks timed waits or lasting polls");
+    Finding::warn("kernel", found, "use Linux 5.13 or later, best 6.1")
 }
 
 fn memlock(m: &Machine, settings: &Settings) -> Finding {
