@@ -81,7 +81,8 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=200, help="loads of each kind")
     parser.add_argument("--every-ms", type=float, default=100, help="a load begins so often")
     args = parser.parse_args()
-    # Both halves of the prompts have twice the chunks that memory holds: a prompt has left it when its turn comes again.
+    # Both halves of the prompts have twice the chunks that memory holds: a prompt has left it when
+    # its turn comes again.
     frames, tokens = 12 * args.chunks, args.chunks * CHUNK
     folder = tempfile.mkdtemp(dir=args.dir, prefix="forebay-prefetch-")
     config = {"cache_dir": folder, "local_cpu": True, "max_local_cpu_size": f"{frames * 33}MiB"}

@@ -40,12 +40,13 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
         if rng.one_in(20) {
             watcher.kill_after(1 + rng.below(12));
         }
+        let mut has_closed = false;
         match processes[at].clone() {
             None => processes[at] = open(&world),
             Some(process) if rng.one_in(40) => {
                 world.close(&process);
                 processes[at] = None;
-                scan(&world, &processes, &mut rng);
+                has_closed = true;
             }
             Some(process) => world.step(&process, &mut rng),
         }
@@ -58,8 +59,12 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
             }
             put_back(&killed.shared);
             world.model.lock().ended(Some(killed.process));
-            scan(&world, &processes, &mut rng);
+        } else if !has_closed {
+            continue;
         }
+        // Not before shared memory is put back, also where a process was killed as it closed: that
+        // would undo what the others do in it here.
+        scan(&world, &processes, &mut rng);
     }
     world.end();
 }

@@ -357,7 +357,8 @@ class Bench:
         one = self.step(seen, "damaged")
         failed = one["counts"].get(FAILED_LOADS, 0)
         self.row("damage", f"{flipped} pages damaged, {failed:.0f} loads failed", flipped > 0 and failed > 0)
-        # Computed whole, or only what follows an intact part: these round differently, and both are right.
+        # Computed whole, or only what follows an intact part: these round differently, and both are
+        # right.
         equal = one["tokens"] is not None and all(t in (a, b) for t, a, b in zip(one["tokens"], want, computed, strict=True))
         self.row("damage", "answers equal", equal)
         self.loads("damage", seen, want, "repaired")

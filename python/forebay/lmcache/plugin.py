@@ -219,8 +219,8 @@ class Adapter(L2AdapterInterface):
         stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
         # 0: the value was there already, and the server that stored it counts it.
         written = {forebay.object_digest(name(key)): (key, length) for key, length in stored if length > 0}
-        # Where this server had stored one of them before, it has gone since: another server has evicted
-        # or deleted it, or this one has, a moment ago. LMCache would count both.
+        # A value that this server had stored before has gone since: another server, or this one a
+        # moment ago, has evicted or deleted it. LMCache would count both.
         self._forget(written)
         with self._lock:
             self._stored |= written
