@@ -123,8 +123,8 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let policy = policy_of(volume);
     let mut best: Option<(index::EvictionRank, Victim)> = None;
-    // While a hole has just failed in an adopted lane, its chunks would go and give no room.
-    let gives_room = |lane: &&Arc<Lane>| lane.role == LaneRole::Own || !lane.has_no_holes() || lane.never_has_holes();
+    // While holes fail on a file system that takes them, chunks would go and give no room.
+    let gives_room = |lane: &&Arc<Lane>| !lane.has_no_holes() || lane.never_has_holes();
     for lane in volume.lanes().held().filter(gives_room) {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;

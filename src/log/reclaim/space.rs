@@ -27,7 +27,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                 let helped = give_back_spare(volume)
                     || poor && orphans::remove_one(volume)
                     || evict::make_room(volume)
-                    || reclaim_one(volume)
+                    || segment::reclaim_one(volume)
                     || !poor && orphans::remove_one(volume);
                 if !helped {
                     if poor {
@@ -62,19 +62,12 @@ pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_reserve()) {
         let more = match add_segment(&lane) {
             Ok(()) => true,
-            Err(e) => e.kind() == ErrorKind::NoSpace && (evict::make_room(volume) || reclaim_one(volume)),
+            Err(e) => e.kind() == ErrorKind::NoSpace && (evict::make_room(volume) || segment::reclaim_one(volume)),
         };
         if !more {
             return;
         }
     }
-}
-
-/// Reclaims a segment, unless that would lose chunks and free nothing: while no hole can be punched
-/// on a file system that takes holes.
-fn reclaim_one(volume: &Volume) -> bool {
-    let pauses = |lane: Arc<Lane>| lane.has_no_holes() && !lane.never_has_holes();
-    !volume.own().is_some_and(pauses) && segment::reclaim_one(volume)
 }
 
 /// Whether this process's lanes hold so little that orphaned lanes of other namespaces should go
