@@ -355,7 +355,13 @@ impl<'a> Builder<'a> {
         let n = self.tokens;
         let candidates: Vec<KvShape> = match *tensor.shape.as_slice() {
             [t, _] => [(t == n, KvShape::Mla)].to_vec(),
-            [a, b, c] => [(a == 2 && b == n, KvShape::KvFirst), (a == n && c % 2 == 0, KvShape::KvLast)].to_vec(),
+            [a, b, c] => [
+                (a == 2 && b == n, KvShape::KvFirst),
+                (a == n && c % 2 == 0, KvShape::KvLast),
+                // One latent row per token, or the K and V of one head.
+                (a == n && b == 1, KvShape::Mla),
+            ]
+            .to_vec(),
             [a, b, _, _] => [(a == 2 && b == n, KvShape::KvFirst), (a == n && b == 2, KvShape::KvSecond)].to_vec(),
             _ => Vec::new(),
         }

@@ -283,3 +283,20 @@ fn an_ambiguous_arrangement_must_be_named() {
     std::fs::write(dir.path().join("token_ids.json"), "[1, -2]").unwrap();
     assert!(DumpInfo::open(dir.path(), KvShape::KvLast).unwrap_err().to_string().contains("token_ids.json"));
 }
+
+#[test]
+fn one_row_per_token_may_be_latent_or_of_one_head() {
+    let dir = tempfile::tempdir().unwrap();
+    let write_row = |elements: usize| {
+        let tensor = (Dtype::F16, vec![3, 1, elements], vec![0; 3 * 2 * elements]);
+        let tensors = Tensors::from([("kv_cache".to_owned(), tensor)]);
+        write(&dir.path().join("model.layers.0.attn.safetensors"), &tensors, &[]);
+    };
+    std::fs::write(dir.path().join("token_ids.json"), "[5, 6, 7]").unwrap();
+    write_row(8);
+    assert!(DumpInfo::open(dir.path(), KvShape::Auto).unwrap_err().to_string().contains("--kv-shape"));
+    assert_eq!(DumpInfo::open(dir.path(), KvShape::Mla).unwrap().layers[0].spec.planes.len(), 1);
+    assert_eq!(DumpInfo::open(dir.path(), KvShape::KvLast).unwrap().layers[0].spec.planes.len(), 2);
+    write_row(7);
+    assert_eq!(DumpInfo::open(dir.path(), KvShape::Auto).unwrap().layers[0].spec.planes.len(), 1);
+}
