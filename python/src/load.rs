@@ -111,6 +111,8 @@ impl PyLoad {
     fn landed(&self, py: Python<'_>, layer: usize, stream: Option<Stream>) -> PyResult<PyLayerReady> {
         let load = self.get()?;
         let stream = stream.or(self.stream).filter(|_| !self.on_host);
+        in_slices(py, None, |for_| load.wait_layer_for(layer, for_).transpose())?.transpose().py()?;
+        // Only the device's copies are waited for now.
         let ready = py.detach(|| match stream {
             Some(stream) => load.wait_layer_on(layer, stream),
             None => load.wait_layer_landed(layer),

@@ -30,6 +30,9 @@ mod state;
 pub(super) use pump::LoadPump;
 use state::LoadState;
 
+/// How long one wait for a layer lasts where the caller names no time; then it begins anew.
+const LONG: Duration = Duration::from_secs(3600);
+
 /// A chunk to load.
 pub struct LoadChunk {
     /// Where it is stored.
@@ -199,6 +202,19 @@ impl Load {
     /// could not be loaded is no error: it is missing in the tokens, and its blocks are in
     /// [`Load::failed_blocks`].
     pub fn wait_layer(&self, layer: usize) -> Result<LayerReady> {
+        loop {
+            if let Some(ready) = self.wait_layer_for(layer, LONG)? {
+                return Ok(ready);
+            }
+        }
+    }
+
+    /// As [`Load::wait_layer`], but for at most `timeout`; `None` where the layer is not ready then.
+    ///
+    /// # Errors
+    /// As [`Load::wait_layer`].
+    pub fn wait_layer_for(&self, layer: usize, timeout: Duration) -> Result<Option<LayerReady>> {
+        let until = Instant::now() + timeout;
         let mut state = self.inner.state.lock();
         if layer >= state.layers() {
             return Err(Error::new(
@@ -211,9 +227,11 @@ impl Load {
                 return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled"));
             }
             if let Some(ready) = state.layer(layer) {
-                return Ok(ready);
+                return Ok(Some(ready));
             }
-            self.inner.changed.wait(&mut state);
+            if self.inner.changed.wait_until(&mut state, until).timed_out() {
+                return Ok(None);
+            }
         }
     }
 

@@ -181,6 +181,7 @@ fn while_others_are_judged_a_damaged_chunk_is_left_alone_and_no_layer_is_given()
     let before = to.chunk_bytes(1);
     w.disk.end_one(1);
     assert_eq!(load.wait_for(Duration::from_millis(1)), None);
+    assert_eq!(load.wait_layer_for(LAYERS - 1, Duration::from_millis(1)).unwrap(), None);
     load.cancel().wait();
     let result = load.wait();
     assert_eq!((result.tokens, result.missed(MissCause::Cancelled), result.cancelled), (0, 2, true));
