@@ -38,8 +38,12 @@ use tracker::Tracker;
 /// Tokens that the questions of one step may bring to the workers, unless one question has more.
 const QUESTION_TOKENS: usize = 1 << 16;
 /// A store that could not be ordered at a chunk's end, because token ids were not final or because
-/// of other workers' loads, is tried again for so many tokens after it.
+/// of other workers' loads, is tried again for so many tokens after it, and for those of
+/// [`PUT_OFF_STEPS`] steps.
 const PUT_OFF_TOKENS: usize = 16;
+/// Steps that may begin before the ids of the tokens that fill a chunk are final: the one that
+/// drafts them, and with asynchronous scheduling the next one.
+const PUT_OFF_STEPS: usize = 2;
 
 /// A request that the server takes up.
 #[derive(Clone, Copy, Debug)]
@@ -411,7 +415,8 @@ impl Scheduler {
     pub fn looks_at(&self, num_computed: usize, most_scheduled: usize) -> bool {
         let chunk = self.options.chunk_tokens.max(1) as usize;
         let into = num_computed % chunk;
-        self.puts_off || self.options.save_unfull_chunk || into < PUT_OFF_TOKENS || into + most_scheduled >= chunk
+        let put_off = PUT_OFF_TOKENS.max(PUT_OFF_STEPS * most_scheduled);
+        self.puts_off || self.options.save_unfull_chunk || into < put_off || into + most_scheduled >= chunk
     }
 
     /// Turns what the server scheduled into what the workers do. `tokens_of` is asked for generated

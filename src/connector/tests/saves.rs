@@ -312,5 +312,7 @@ fn requests_that_fill_no_chunk_need_not_be_listed() {
     let large = side_with(0, |o| o.chunk_tokens = 256).s;
     let looked = (0..256).filter(|&computed| large.looks_at(computed, 1)).count();
     assert_eq!(looked, 17, "the chunk's last token, and those in which a store may be tried again");
+    // A step of one token and 15 drafts from 255 on, and another one before the first has ended.
+    assert!(large.looks_at(255 + 2 * 16, 16), "the ids of the first step are final now");
     assert!(side_with(0, |o| o.save_unfull_chunk = true).s.looks_at(100, 1), "prompts end anywhere");
 }
