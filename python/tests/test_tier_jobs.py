@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
+from typing import Any
 
 import forebay
+import pytest
 from forebay.vllm.tier_jobs import Lookups, Outcome, Rows, Transfers
 
 ROW = 4096
@@ -97,3 +100,28 @@ def test_a_drained_tier_touches_no_memory(tmp_path: Path) -> None:
     assert bytes(memory[:ROW]) == b"\4" * ROW
     assert bytes(memory[ROW : 2 * ROW]) == b"\1" * ROW
     transfers.close(1000)
+
+
+class Mute:
+    """A store that takes work and then gives no answers."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0)
+
+    def event_fd(self) -> int:
+        return self._fd
+
+    def submit_exists(self, _keys: Any) -> int:
+        return 1
+
+    def drain_completions(self) -> list[Any]:
+        raise forebay.ForebayError("gone")
+
+
+def test_a_store_that_gives_no_answers_is_not_waited_for() -> None:
+    store: Any = Mute()
+    transfers = Transfers(store, Rows(0, COUNT, ROW), 2000, False)
+    transfers.save(1, [b"a"], [0])
+    assert transfers.poll() == []
+    with pytest.raises(forebay.ForebayError, match="gone"):
+        transfers.drain()

@@ -137,13 +137,14 @@ class ForebayTier(SecondaryTierManager):
         vLLM calls it only from `reset_cache`, before a sleep or new weights, and does not say which. New weights make every
         stored block wrong, so the tier rests from here on unless the settings say that they never change.
         """
-        self._transfers.drain()
+        # First: whatever the wait comes to, what is stored is wrong from here on.
         if not self._keep_after_reset and not self._transfers.rests:
             self._transfers.rest()
             logger.warning(
                 "tier: vLLM reset its caches; the weights may be others now, so nothing is loaded or stored until a restart "
                 "(keep_after_reset: true if they never change)"
             )
+        self._transfers.drain()
 
     def shutdown(self) -> None:
         """Waits for blocks on their way to the drive, and closes."""

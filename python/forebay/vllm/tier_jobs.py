@@ -181,32 +181,27 @@ class Transfers:
 
     def poll(self) -> list[Outcome]:
         """Takes what has ended, moves jobs on, ends loads that are late; the jobs that are over since the last call."""
-        self._advance()
-        now = time.monotonic()
-        late = [batch for batch, until in self._loads.items() if until <= now]
-        for batch in late:
-            self._store.cancel(batch)
-        if late:
-            self._complain("timed out", f"{len(late)} loads took longer than load_timeout_ms; their blocks are computed")
+        try:
             self._advance()
+        except forebay.ForebayError as error:
+            self._complain(type(error).__name__, f"the cache gives no answers: {error}")
         done, self._done = self._done, []
         return done
 
     def drain(self) -> None:
-        """Waits until no job is under way: nothing reads or writes a row when this returns. Outcomes are for the next `poll`."""
+        """Waits until no job is under way: nothing reads or writes a row when this returns. Outcomes are for the next `poll`.
+
+        Raises what the store raises: one that gives no answers could never say that its work is over.
+        """
         until = time.monotonic() + DRAIN_PATIENCE_S
         ready = select.poll()
         ready.register(self._store.event_fd(), select.POLLIN)
-        kept: list[Outcome] = []
-        while True:
-            kept += self.poll()
-            if not self._jobs:
-                break
+        while self._jobs:
+            ready.poll(50)
             if time.monotonic() > until:
                 for batch in list(self._waiting):
                     self._store.cancel(batch)
-            ready.poll(50)
-        self._done = kept + self._done
+            self._advance()
 
     def rest(self) -> None:
         """From here on nothing is stored or loaded."""
@@ -244,12 +239,17 @@ class Transfers:
             return None
 
     def _advance(self) -> None:
-        try:
-            completions = self._store.drain_completions()
-        except forebay.ForebayError as error:
-            self._complain(type(error).__name__, f"the cache gives no answers: {error}")
-            return
-        for completion in completions:
+        self._take()
+        now = time.monotonic()
+        late = [batch for batch, until in self._loads.items() if until <= now]
+        for batch in late:
+            self._store.cancel(batch)
+        if late:
+            self._complain("timed out", f"{len(late)} loads took longer than load_timeout_ms; their blocks are computed")
+            self._take()
+
+    def _take(self) -> None:
+        for completion in self._store.drain_completions():
             self._loads.pop(completion.id, None)
             then = self._waiting.pop(completion.id, None)
             if then is not None:
