@@ -98,7 +98,8 @@ class ForebayTier(SecondaryTierManager):
         """The jobs that are over since the last call."""
         results = []
         for outcome in self._transfers.poll():
-            if self._events is not None and not outcome.is_load and outcome.succeeded:
+            is_stored = self._transfers.stores and not outcome.is_load and outcome.succeeded
+            if self._events is not None and is_stored:
                 keys = [OffloadKey(key) for key in outcome.succeeded]
                 self._events.append(OffloadingEvent(keys=keys, medium=self.medium, removed=False, locality=self.locality))
             results.append(

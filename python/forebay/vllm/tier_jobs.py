@@ -158,7 +158,7 @@ class Transfers:
     def save(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Begins to store rows under `keys`, but for those that are stored."""
         job = self._begin(number, False, keys, rows)
-        if self._read_only or self._rests:
+        if not self.stores:
             # No failure: the settings or the reset want nothing stored.
             self._end(job, job.keys, 0)
             return
@@ -211,6 +211,11 @@ class Transfers:
     def rests(self) -> bool:
         """Whether nothing is stored or loaded any more."""
         return self._rests
+
+    @property
+    def stores(self) -> bool:
+        """Whether blocks are stored; otherwise jobs that should store some succeed and do nothing."""
+        return not (self._read_only or self._rests)
 
     def close(self, timeout_ms: int) -> None:
         """Lets batches end for `timeout_ms`, makes what is stored durable, closes."""
@@ -288,7 +293,7 @@ class Transfers:
         held = set(succeeded)
         if job.is_load:
             self.lookups.learn((key for key in job.keys if key not in held), False)
-        elif not (self._read_only or self._rests):
+        elif self.stores:
             self.lookups.learn(held, True)
         seconds = time.monotonic() - job.began
         ordered = tuple(key for key in job.keys if key in held)

@@ -215,6 +215,12 @@ def test_events_name_what_is_stored(tmp_path: Path) -> None:
         told = [(event.medium.value, event.removed, event.keys) for event in world.tier.take_events()]
         assert told == [("STORAGE", False, keys(0, 1))]
         assert list(world.tier.take_events()) == []
+        world.reset()
+        world.store(keys(2))
+        assert list(world.tier.take_events()) == [], "the tier rests"
+    with World(tmp_path, tier={"enable_kv_events": True, "mode": "ro"}, enable_kv_cache_events=True) as world:
+        world.store(keys(3))
+        assert list(world.tier.take_events()) == [], "nothing is stored"
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 3))
