@@ -131,11 +131,12 @@ class WorkerHalf:
         sending = set(sending) & self._held
         self._held -= sending
         blended, not_blended = (set(), set()) if self._blends is None else self._blends.results(finished_req_ids)
-        if not recving:
+        if not recving and not finished_req_ids:
             return sending, blended, not_blended
         self._failed |= set(self._side.failed_requests())
         failed = self._failed & set(recving)
-        self._failed -= failed
+        # A load within a step is never reported as over: its request's name goes with the request.
+        self._failed -= failed | finished_req_ids
         return sending, set(recving) | blended, failed | not_blended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
