@@ -461,9 +461,13 @@ impl PrefetchPump {
         };
         match self.read(job, &*source, (&filling, tier.frame_bytes())) {
             FetchEnd::Well(crcs) => {
-                if let Some(hit) = filling.publish_prefetched(&crcs) {
-                    job.count(|of| of.read += 1);
-                    job.hold(id.key, hit);
+                match filling.publish_prefetched(&crcs) {
+                    Some(hit) => {
+                        job.count(|of| of.read += 1);
+                        job.hold(id.key, hit);
+                    }
+                    // Memory has taken the frame back, or given it away at once.
+                    None => job.count(|of| of.no_room += 1),
                 }
                 FetchNext::Chunk
             }
