@@ -40,6 +40,14 @@ def failure_policy(vllm_config: VllmConfig, settings: Settings) -> None:
     transfer.kv_load_failure_policy = "recompute"
 
 
+def sleep_mode(vllm_config: VllmConfig) -> None:
+    """Refuses sleep mode, as vLLM 0.33 does itself. With its mode `keep` vLLM waits for no store of a request that runs."""
+    if vllm_config.model_config.enable_sleep_mode:
+        raise Unsupported(
+            "sleep mode takes the KV tensors' memory away while stores may still read it; start without --enable-sleep-mode"
+        )
+
+
 #: Connectors that load within a step and say only at its end what has failed: by then stores of what
 #: they should have loaded have begun.
 LOAD_WITHIN_A_STEP = frozenset({"LMCacheConnectorV1", "FlexKVConnectorV1"})

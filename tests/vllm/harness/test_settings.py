@@ -152,3 +152,9 @@ def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str,
     siblings("NixlConnector")
     with pytest.raises(Unsupported, match=f"MultiConnector with {name} beside ForebayConnector"):
         siblings(name)
+
+
+def test_sleep_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_config(Shape(), tmp_path).model_config, "enable_sleep_mode", True)
+    with pytest.raises(ValueError, match="sleep mode"):
+        Server(Shape(), tmp_path)
