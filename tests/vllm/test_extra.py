@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,3 +122,16 @@ def test_layers_without_token_blocks_are_refused_by_name() -> None:
     for spec, why in ((mamba, "recurrent state"), (local, "ChunkedLocalAttentionSpec"), (compressed, "compressed KV")):
         with pytest.raises(geometry.Unsupported, match=f"model.layers.0.*{why}"):
             geometry._window("model.layers.0", spec)
+
+
+def test_inputs_that_vllm_numbers_have_no_names() -> None:
+    def numbers(gib: float | None, prefix_caching: bool) -> bool:
+        media = None if gib is None else SimpleNamespace(mm_processor_cache_gb=gib)
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(multimodal_config=media),
+            cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        )
+        return extra.numbers_media(config)
+
+    assert numbers(0, False)
+    assert not (numbers(0, True) or numbers(4, False) or numbers(None, False))

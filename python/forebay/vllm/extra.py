@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from forebay.vllm.adapters import Adapters
@@ -45,6 +46,13 @@ def extra(request: Request, adapters: Adapters) -> dict[str, Any] | None:
     if request.cache_salt:
         found["cache_salt"] = request.cache_salt
     return found or None
+
+
+def numbers_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names a multimodal input by its number since the start: after a restart, and in another server, the same name is
+    another input's. Without its own caches vLLM does not look at what inputs are."""
+    media = vllm_config.model_config.multimodal_config
+    return media is not None and media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching
 
 
 def skips(request: Request) -> tuple[bool, bool]:

@@ -56,6 +56,12 @@ class SchedulerHalf:
         self._load_limit = settings.load_limit
         self._multiple = math.lcm(*kv.block_tokens)
         self._adapters = Adapters()
+        self._numbers_media = extra.numbers_media(vllm_config)
+        if self._numbers_media:
+            logger.warning(
+                "requests with multimodal inputs are not cached: without prefix caching and with mm_processor_cache_gb 0 vLLM numbers "
+                "the inputs, and does not look at what they are; leave one of the two on"
+            )
         self._announcer = announcer
         # Without prefix caching vLLM gives no request another one's blocks.
         self._unverified = Unverified() if vllm_config.cache_config.enable_prefix_caching else None
@@ -79,6 +85,8 @@ class SchedulerHalf:
 
     def _exactly(self, request: Request) -> None:
         """Takes up a request that is not blended."""
+        if self._numbers_media and request.mm_features:
+            return
         try:
             key = extra.extra(request, self._adapters)
         except extra.NotCacheable:

@@ -13,8 +13,12 @@ from forebay.connector import settings
 from forebay.vllm import checks, identity
 from forebay.vllm.connector import ForebayConnector
 from forebay.vllm.geometry import Unsupported
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
-from .server import Server, Shape, vllm_config
+from .server import Server, Shape, _kv, vllm_config
 
 #: Copies and loads are not given up, however busy this machine is.
 PATIENT = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000}
@@ -158,3 +162,17 @@ def test_sleep_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vllm_config(Shape(), tmp_path).model_config, "enable_sleep_mode", True)
     with pytest.raises(ValueError, match="sleep mode"):
         Server(Shape(), tmp_path)
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_inputs_that_vllm_numbers_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool) -> None:
+    shape = Shape(prefix_caching=not numbered)
+    config = vllm_config(shape, tmp_path)
+    monkeypatch.setattr(config.model_config, "multimodal_config", SimpleNamespace(mm_processor_cache_gb=0))
+    connector = ForebayConnector(config, KVConnectorRole.SCHEDULER, _kv(shape, 0))
+    image = MultiModalFeatureSpec(None, "image", "renderer0-mm-1-image-0", PlaceholderRange(1, 2))
+    connector.on_new_request(Request("image", PROMPT, SamplingParams(), None, mm_features=[image]))
+    connector.on_new_request(Request("text", PROMPT, SamplingParams(), None))
+    side = connector._scheduler._side  # type: ignore[union-attr]
+    assert (side.knows("image"), side.knows("text")) == (not numbered, True)
+    connector.shutdown()
