@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 SAMPLE_BYTES, SAMPLES = 1 << 14, 8
 #: Configuration that says where a model came from, not what it computes.
 ORIGIN_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_commit_hash", "architectures")
+#: What a multimodal input becomes besides what it is. vLLM's names of inputs have a request's own
+#: settings in them, and none of the server's.
+MULTIMODAL_KEYS = (
+    "language_model_only",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+#: Kinds of models whose KV of short prompts vLLM computes otherwise where it serves long ones.
+LENGTH_DEPENDENT = ("longrope", "llama4")
 
 
 def kv_dtype(vllm_config: VllmConfig) -> str:
@@ -53,7 +68,23 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         parts["stages"] = stages(vllm_config)
     if (drafting := draft(vllm_config)) is not None:
         parts["draft"] = drafting
+    if (kinds := model.quantization_config) is not None:
+        parts["quantization_config"] = repr(kinds)
+    if (media := model.multimodal_config) is not None:
+        parts["multimodal"] = {key: str(getattr(media, key, None)) for key in MULTIMODAL_KEYS}
+    if (length := longest(vllm_config)) is not None:
+        parts["max_model_len"] = length
     return json.dumps(parts, sort_keys=True)
+
+
+def longest(vllm_config: VllmConfig) -> int | None:
+    """Tokens of the longest request, where the model's KV depends on it: Phi's long rotary positions, Llama 4's temperature."""
+    model = vllm_config.model_config
+    text = json.dumps(model.hf_config.to_dict(), default=str)
+    if not any(kind in text for kind in LENGTH_DEPENDENT):
+        return None
+    # `auto` follows from the memory that is free at a start, and the model is made before that.
+    return -1 if model.original_max_model_len == -1 else model.max_model_len
 
 
 def stages(vllm_config: VllmConfig) -> list[tuple[int, int]]:

@@ -74,6 +74,33 @@ def test_another_model_that_drafts_is_another_namespace(tmp_path: Path) -> None:
     assert of(config.model_config.model) == found[0], "its own files, as for n-grams and layers that predict more tokens"
 
 
+def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path) -> None:
+    config = vllm_config(Shape(), tmp_path)
+    plain, others = config.model_config, ("cache_config", "load_config", "device_config", "parallel_config", "attention_config")
+    names = ("model", "revision", "quantization", "dtype", "seed", "hf_config", "quantization_config", "multimodal_config")
+    base = {name: getattr(plain, name) for name in (*names, "max_model_len", "original_max_model_len")}
+    parts = {name: getattr(config, name) for name in others}
+
+    def of(**changed: Any) -> str:
+        server: Any = SimpleNamespace(**parts, model_config=SimpleNamespace(**base | changed))
+        return identity.fingerprint(server, "")
+
+    def media(**given: Any) -> dict[str, Any]:
+        return {"multimodal_config": SimpleNamespace(**given)}
+
+    def long(length: int, asked: int | None = None) -> dict[str, Any]:
+        values = plain.hf_config.to_dict() | {"rope_parameters": {"rope_type": "longrope"}}
+        return {"hf_config": SimpleNamespace(to_dict=lambda: values), "max_model_len": length, "original_max_model_len": asked}
+
+    assert of(max_model_len=77) == of(), "plain rotary positions are the same however long a request may be"
+    found = [of(), of(quantization_config={"linear": "mxfp8"}), of(quantization_config={"linear": "mxfp4"})]
+    found += [of(**media(mm_processor_kwargs=given)) for given in (None, {"do_normalize": False})]
+    found += [of(**long(4096)), of(**long(8192)), of(**long(8192, -1))]
+    assert len(set(found)) == len(found)
+    assert of(**long(8000, -1)) == of(**long(8192, -1)), "what fits into memory is not the same at every start"
+    assert of(**media(mm_processor_cache_gb=0)) == of(**media(mm_processor_cache_gb=4))
+
+
 def test_the_engine_of_the_package_reads_the_same_keys(tmp_path: Path) -> None:
     file = tmp_path / "forebay.yaml"
     file.write_text(f"cache_dir: {tmp_path}/cache\nmax_held_blocks: 7\nfingerprint: mine\n")
