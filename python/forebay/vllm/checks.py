@@ -48,6 +48,16 @@ def sleep_mode(vllm_config: VllmConfig) -> None:
         )
 
 
+def fixed_weights(vllm_config: VllmConfig) -> None:
+    """Refuses a server that a trainer sends weights to. vLLM does not tell a connector when it does, and after new weights it may be
+    told to keep its caches."""
+    if vllm_config.weight_transfer_config is not None:
+        raise Unsupported(
+            "weight_transfer_config: a trainer exchanges the weights while the server runs, and KV of all of them would be stored under one "
+            "identity; start without weight transfer, or without Forebay"
+        )
+
+
 #: Connectors that load within a step and say only at its end what has failed: by then stores of what
 #: they should have loaded have begun.
 LOAD_WITHIN_A_STEP = frozenset({"LMCacheConnectorV1", "FlexKVConnectorV1"})

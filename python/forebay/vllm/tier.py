@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 import forebay
+from forebay.vllm import checks, identity, logs, settings, tier_compat
 from forebay.vllm import extra as extra_keys
-from forebay.vllm import identity, logs, settings, tier_compat
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.tier_jobs import Rows, Transfers
 
@@ -69,6 +69,8 @@ class ForebayTier(SecondaryTierManager):
         read = settings.read(extra)
         rows = _rows(primary_kv_view)
         config = tier_compat.find_config()
+        if config is not None:
+            checks.fixed_weights(config)
         if config is not None and extra_keys.numbers_media(config):
             raise Unsupported(
                 "tier: without prefix caching and with mm_processor_cache_gb 0 vLLM numbers multimodal inputs, so that a block's key "

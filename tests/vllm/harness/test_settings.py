@@ -203,3 +203,11 @@ def test_inputs_that_vllm_numbers_are_not_cached(tmp_path: Path, monkeypatch: py
     side = connector._scheduler._side  # type: ignore[union-attr]
     assert (side.knows("image"), side.knows("text")) == (not numbered, True)
     connector.shutdown()
+
+
+def test_a_server_that_gets_new_weights_is_refused(tmp_path: Path) -> None:
+    config = vllm_config(Shape(), tmp_path)
+    checks.fixed_weights(config)
+    config.weight_transfer_config = SimpleNamespace()
+    with pytest.raises(Unsupported, match="weight_transfer_config"):
+        ForebayConnector(config, KVConnectorRole.SCHEDULER, _kv(Shape(), 0))
