@@ -53,8 +53,8 @@ def fixed_weights(vllm_config: VllmConfig) -> None:
     told to keep its caches."""
     if vllm_config.weight_transfer_config is not None:
         raise Unsupported(
-            "weight_transfer_config: a trainer exchanges the weights while the server runs, and KV of all of them would be stored under one "
-            "identity; start without weight transfer, or without Forebay"
+            "weight_transfer_config: a trainer exchanges the weights while the server runs, and KV of all of them would be stored under "
+            "one identity; start without weight transfer, or without Forebay"
         )
 
 
