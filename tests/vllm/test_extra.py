@@ -12,7 +12,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import Request
 
 from forebay.vllm import extra, geometry
@@ -119,7 +119,9 @@ def test_layers_without_token_blocks_are_refused_by_name() -> None:
     mamba = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
     local = ChunkedLocalAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, attention_chunk_size=64)
     compressed = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, tokens_per_state=4)
-    for spec, why in ((mamba, "recurrent state"), (local, "ChunkedLocalAttentionSpec"), (compressed, "compressed KV")):
+    prefix_lm = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, non_causal=True)
+    refused = ((mamba, "recurrent state"), (local, "ChunkedLocalAttentionSpec"), (compressed, "compressed KV"), (prefix_lm, "later tokens"))
+    for spec, why in refused:
         with pytest.raises(geometry.Unsupported, match=f"model.layers.0.*{why}"):
             geometry._window("model.layers.0", spec)
 

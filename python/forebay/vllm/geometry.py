@@ -143,6 +143,8 @@ def _window(name: str, spec: KVCacheSpec) -> int | None:
         raise Unsupported(f"{name}: KV of kind {type(spec).__name__} is not supported")
     if spec.tokens_per_state != 1:
         raise Unsupported(f"{name}: compressed KV ({spec.tokens_per_state} tokens per state) is not supported")
+    if getattr(spec, "non_causal", False):
+        raise Unsupported(f"{name} attends to later tokens too, so no prefix has KV of its own; this model cannot be cached")
     if isinstance(spec, RSWASpec):
         return spec.rswa_window
     # Under --disable-hybrid-kv-cache-manager such layers have a FullAttentionSpec and keep all
