@@ -58,6 +58,20 @@ def fixed_weights(vllm_config: VllmConfig) -> None:
         )
 
 
+def routed_experts(vllm_config: VllmConfig) -> None:
+    """Refuses a server that returns the experts of every token, where vLLM does not stop a connector from loading tokens of which it
+    has none."""
+    if not vllm_config.aux_output_config.enabled:
+        return
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    if not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):
+        raise Unsupported(
+            "--enable-return-routed-experts: this vLLM ends when it is asked for the experts of tokens that a connector has loaded; "
+            "use vLLM 0.33, or start without it"
+        )
+
+
 #: Connectors that load within a step and say only at its end what has failed: by then stores of what
 #: they should have loaded have begun.
 LOAD_WITHIN_A_STEP = frozenset({"LMCacheConnectorV1", "FlexKVConnectorV1"})

@@ -13,6 +13,7 @@ from forebay.connector import settings
 from forebay.vllm import checks, identity
 from forebay.vllm.connector import ForebayConnector
 from forebay.vllm.geometry import Unsupported
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -210,4 +211,15 @@ def test_a_server_that_gets_new_weights_is_refused(tmp_path: Path) -> None:
     checks.fixed_weights(config)
     config.weight_transfer_config = SimpleNamespace()
     with pytest.raises(Unsupported, match="weight_transfer_config"):
+        ForebayConnector(config, KVConnectorRole.SCHEDULER, _kv(Shape(), 0))
+
+
+def test_experts_of_tokens_that_are_loaded_are_promised_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config(Shape(), tmp_path)
+    checks.routed_experts(config)
+    config.aux_output_config = SimpleNamespace(enabled=True)
+    monkeypatch.setattr(AuxOutputSchedulerConnector, "cap_external_hit", object(), raising=False)
+    checks.routed_experts(config)
+    monkeypatch.delattr(AuxOutputSchedulerConnector, "cap_external_hit")
+    with pytest.raises(Unsupported, match="routed-experts"):
         ForebayConnector(config, KVConnectorRole.SCHEDULER, _kv(Shape(), 0))
