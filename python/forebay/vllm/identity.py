@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         parts["stages"] = stages(vllm_config)
     if (drafting := draft(vllm_config)) is not None:
         parts["draft"] = drafting
+    if vllm_config.device_config.device_type == "cpu":
+        parts["processor"] = processor()
     if (kinds := model.quantization_config) is not None:
         parts["quantization_config"] = repr(kinds)
     if (media := model.multimodal_config) is not None:
@@ -75,6 +78,13 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
     if (length := longest(vllm_config)) is not None:
         parts["max_model_len"] = length
     return json.dumps(parts, sort_keys=True)
+
+
+def processor() -> list[Any]:
+    """The processor's kind, as far as vLLM's attention on a CPU chooses the order of a block's bytes by it."""
+    import torch
+
+    return [platform.machine(), bool(torch.cpu._is_amx_tile_supported())]
 
 
 def longest(vllm_config: VllmConfig) -> int | None:

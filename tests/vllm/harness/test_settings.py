@@ -75,7 +75,7 @@ def test_another_model_that_drafts_is_another_namespace(tmp_path: Path) -> None:
     assert of(config.model_config.model) == found[0], "its own files, as for n-grams and layers that predict more tokens"
 
 
-def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path) -> None:
+def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = vllm_config(Shape(), tmp_path)
     plain, others = config.model_config, ("cache_config", "load_config", "device_config", "parallel_config", "attention_config")
     names = ("model", "revision", "quantization", "dtype", "seed", "hf_config", "quantization_config", "multimodal_config")
@@ -100,6 +100,10 @@ def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path) -> Non
     assert len(set(found)) == len(found)
     assert of(**long(8000, -1)) == of(**long(8192, -1)), "what fits into memory is not the same at every start"
     assert of(**media(mm_processor_cache_gb=0)) == of(**media(mm_processor_cache_gb=4))
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    with_amx = of()
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    assert with_amx != of(), "vLLM packs K and V for its tiles"
 
 
 def test_the_engine_of_the_package_reads_the_same_keys(tmp_path: Path) -> None:
