@@ -90,8 +90,7 @@ def processor() -> list[Any]:
 def longest(vllm_config: VllmConfig) -> int | None:
     """Tokens of the longest request, where the model's KV depends on it: Phi's long rotary positions, Llama 4's temperature."""
     model = vllm_config.model_config
-    text = json.dumps(model.hf_config.to_dict(), default=str)
-    if not any(kind in text for kind in LENGTH_DEPENDENT):
+    if not any(kind in _text(model.hf_config) for kind in LENGTH_DEPENDENT):
         return None
     # `auto` follows from the memory that is free at a start, and the model is made before that.
     return -1 if model.original_max_model_len == -1 else model.max_model_len
@@ -121,8 +120,12 @@ def backend(vllm_config: VllmConfig) -> str:
 
 def config_digest(hf_config: Any) -> str:
     """Digest of the model's configuration, rotary parameters among it."""
+    return hashlib.sha256(_text(hf_config).encode()).hexdigest()
+
+
+def _text(hf_config: Any) -> str:
     values = {k: v for k, v in hf_config.to_dict().items() if k not in ORIGIN_KEYS}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 def weights_digest(path: str) -> str | None:
