@@ -28,9 +28,13 @@ struct Pair {
 }
 
 fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
+    pair_with(world, engine, seed, groups, false)
+}
+
+fn pair_with(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize, layerwise: bool) -> Pair {
     let block_tokens = vec![BLOCK as u32; groups];
     let mut o = ConnectorOptions::new(&world.settings, engine.geometry(), (&block_tokens, BLOCKS)).unwrap();
-    o.layerwise = false;
+    o.layerwise = layerwise;
     if groups > 1 {
         o.windows = vec![None, Some(WINDOW)];
     }
@@ -200,6 +204,37 @@ fn a_held_request_is_not_sent_before_its_ordered_store_has_begun() {
         assert!(begun.elapsed() < Duration::from_secs(10), "its blocks never come free");
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn what_is_asked_before_the_step_has_ended_is_answered_for_this_step() {
+    let world = World::plain();
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    a.store("a", 64, vec![(1..17).collect()]);
+    a.stores_end();
+    let meta = a.order_load("b", 66, &[(20..37).collect()]);
+    let step = meta.step;
+    a.w.start_load_kv(meta, None);
+    let _ = a.w.get_finished(&[]);
+    assert_eq!(a.w.build_connector_worker_meta().unwrap().loaded_step, step, "its load runs between steps");
+    a.w.wait_for_save(None);
+    let begun = Instant::now();
+    while a.w.stats().loading > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(10), "the load does not end");
+        let _ = a.w.get_finished(&[]);
+        std::thread::yield_now();
+    }
+
+    let mut b = pair_with(&world, &engine, 9, 1, true);
+    let meta = b.order_load("c", 64, &[(20..36).collect()]);
+    let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
+    engine.log().unwrap().remove(&prompt.keys()[2..3]).unwrap();
+    b.w.start_load_kv(meta, None);
+    assert_eq!(b.w.get_finished(&[]), Finished::default());
+    assert_eq!(b.w.get_block_ids_with_load_errors(), (28..35).collect::<Vec<_>>(), "its load runs within the step");
+    assert_eq!(b.w.build_connector_worker_meta().unwrap().failed, ["c"]);
+    b.w.wait_for_save(None);
 }
 
 #[test]
