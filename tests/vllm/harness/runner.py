@@ -186,6 +186,8 @@ class Runner:
     """Requests of the step before."""
     strict: bool = True
     """Whether wrong KV fails the run; otherwise it is only collected."""
+    asks_first: bool = False
+    """Whether it asks what has ended before it ends the step, as vLLM's runners do with speculative decoding."""
     excused: int = 0
     """Wrong reads in steps whose load was reported as failed."""
     wrong: list[Mismatch] = field(default_factory=list)
@@ -249,10 +251,10 @@ class Runner:
             rank.connector.save_kv_layer(layer.name, None, None)
         return found
 
-    @staticmethod
-    def _finish(rank: Rank, step: SchedulerOutput) -> KVConnectorOutput:
+    def _finish(self, rank: Rank, step: SchedulerOutput) -> KVConnectorOutput:
         connector, output = rank.connector, KVConnectorOutput()
-        connector.wait_for_save()
+        if not self.asks_first:
+            connector.wait_for_save()
         results = connector.get_transfer_results(step.finished_req_ids)
         output.finished_sending = results.finished_sending or None
         output.finished_recving = results.finished_recving or None
@@ -261,6 +263,8 @@ class Runner:
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        if self.asks_first:
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         return output
 

@@ -72,6 +72,8 @@ class Shape:
 
     asynchronous: bool = False
     second_runner: bool = False
+    asks_first: bool = False
+    """vLLM asks what has ended before it ends a step, as with speculative decoding."""
     ranks: int = 2
     """Ranks of tensor parallelism."""
     stages: int = 1
@@ -258,7 +260,9 @@ class Server:
         self.scheduler.use_v2_model_runner = shape.second_runner
         self.hasher = get_request_block_hasher(shape.block_tokens, sha256)
         ranks = [self._rank(config, folder, rank) for rank in range(shape.workers)]
-        self.runner = Runner(ranks, shape.asynchronous, shape.second_runner, fails=shape.policy == "fail")
+        self.runner = Runner(
+            ranks, shape.asynchronous, shape.second_runner, fails=shape.policy == "fail", asks_first=shape.asks_first
+        )
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.workers)
         self.events: list[Any] = []
         self._watch_events()

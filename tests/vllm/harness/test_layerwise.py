@@ -96,3 +96,31 @@ def test_nothing_is_left_of_a_request_that_is_aborted_before_its_load_is_known_t
     server.check_empty()
     assert not any(rank.connector._worker._failed for rank in server.runner.ranks), "names of requests that are gone"
     server.close()
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["runner-v1", "runner-v2"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
+def test_no_token_of_a_failed_step_is_sent_where_vllm_asks_before_the_step_has_ended(
+    asynchronous: bool, second: bool, tmp_path: Path
+) -> None:
+    settings = {"use_layerwise": True, "max_sync_stall_ms": 20_000, "load_timeout_ms": 20_000, "max_held_blocks": 1000}
+    shape = Shape(asynchronous=asynchronous, second_runner=second, asks_first=True, policy="fail", settings=settings)
+    prompt = list(range(20, 120))
+    server = Server(shape, tmp_path)
+    server.ask("a", prompt, 4)
+    server.drain()
+    server.check_outputs()
+    server.until_stored(prompt, 96)
+    server.close()
+    assert damage.flip(tmp_path / "cache", 1, random.Random(7)) > 0
+    server = Server(shape, tmp_path)
+    # Its first token is its last one.
+    server.ask("a", prompt, 1)
+    server.drain()
+    assert (server.asked["a"].finished, server.asked["a"].output) == ("error", [])
+    server.ask("b", prompt, 4)
+    server.drain()
+    assert server.asked["b"].finished != "error"
+    server.check_outputs()
+    server.check_empty()
+    server.close()
