@@ -246,9 +246,9 @@ impl Worker {
         self.end_saves(stream);
     }
 
-    /// What has come to an end since the last call, the loads within the step too: all layers are
-    /// computed, or submitted. `finished` are requests that the server has finished: their loads are
-    /// cancelled, and what this side keeps of them goes.
+    /// What has come to an end since the last call, the loads within the step too: all its layers
+    /// are computed, or submitted. `finished` are requests that the server has finished: their
+    /// loads are cancelled, and what this side keeps of them goes.
     pub fn get_finished(&mut self, finished: &[&str]) -> Finished {
         // With speculative decoding vLLM asks before it ends the step, and takes the step's tokens
         // for right where nothing is reported as failed now.

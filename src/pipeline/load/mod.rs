@@ -209,7 +209,8 @@ impl Load {
         }
     }
 
-    /// As [`Load::wait_layer`], but for at most `timeout`; `None` where the layer is not ready then.
+    /// As [`Load::wait_layer`], but for at most `timeout`; `None` where the layer is not ready
+    /// then.
     ///
     /// # Errors
     /// As [`Load::wait_layer`].
