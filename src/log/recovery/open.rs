@@ -333,6 +333,9 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
         (absent, state.segments.unsettled())
     };
     let data_bytes = lane.data.len()?;
+    // A hole behind the file's end costs nothing, and shows whether the file system takes any: chunks
+    // that are given up for a hole it refuses would be lost for nothing.
+    lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
     let mut is_punched = !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
