@@ -235,6 +235,11 @@ impl Segments {
         self.list.iter().filter(|s| s.is_in_use()).count()
     }
 
+    /// The number after that of the last segment in use, `segment` not counted.
+    pub(in crate::log) fn end_without(&self, segment: u32) -> u32 {
+        self.iter().filter(|(n, s)| *n != segment && s.is_in_use()).last().map_or(0, |(n, _)| n + 1)
+    }
+
     /// Whether this use of a segment is sealed and at rest.
     pub(in crate::log) fn is_at_rest(&self, segment: u32, epoch: u32) -> bool {
         self.get(segment).is_some_and(|s| s.epoch == epoch && s.is_at_rest())

@@ -127,7 +127,12 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let gives_room = |lane: &&Arc<Lane>| !lane.has_no_holes() || lane.never_has_holes();
     for lane in volume.lanes().held().filter(gives_room) {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
-        let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
+        let (mut sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
+        if lane.role == LaneRole::Adopted && lane.never_has_holes() {
+            // Only the last segment's space can be given back: the file is cut off before it.
+            let last = lane.state().ok()?.segments.iter().filter(|(_, s)| s.is_in_use()).last().map(|(n, _)| n);
+            sealed.retain(|s| Some(s.segment) == last);
+        }
         // An empty segment goes first: nothing is lost with it. A sample may overlook a chunk; the
         // counts in shared memory do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);

@@ -340,7 +340,8 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
-            is_punched |= has_data(lane, offset)?;
+            // Where none is taken, the file of an adopted lane becomes shorter by several at once.
+            is_punched |= lane.has_failed_a_hole() || has_data(lane, offset)?;
             let is_given_back = lane.wipe_segment(number)?;
             // In a file without holes all of it has space.
             if !is_given_back && lane.role == LaneRole::Own && offset + lane.segment_bytes() <= data_bytes {

@@ -529,3 +529,26 @@ fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
     adopted.pause_holes(Duration::ZERO);
     assert!(steps::reclaim_one(volume) && kept() < 60);
 }
+
+#[test]
+fn without_holes_an_adopted_lane_gives_its_space_back_segment_by_segment() {
+    let dir = temp();
+    let older = Log::open(options(dir.path())).unwrap();
+    (0..60).for_each(|n| assert!(store(&older, n)));
+    older.seal(soon()).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    older.abandon();
+    drop(older);
+    log.turn(Turn::Scan);
+    let volume = &log.volumes[0];
+    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    adopted.set_no_holes();
+    let segments = || adopted.state().unwrap().segments.in_use();
+    while segments() > 0 {
+        let (before, kept, bytes) = (segments(), adopted.table().len(), adopted.data.allocated_bytes().unwrap());
+        assert!(steps::reclaim_one(volume));
+        assert_eq!(segments(), before - 1);
+        assert!(adopted.data.allocated_bytes().unwrap() < bytes, "room is free at once");
+        assert!(before == 1 || (1..kept).contains(&adopted.table().len()), "the others stay");
+    }
+}
