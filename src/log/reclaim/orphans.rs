@@ -65,17 +65,18 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
     for lane in lanes.held().filter(|l| l.role == LaneRole::Adopted && is_empty(l)) {
         // Removals after this do not look into the lane, and a power cut may bring its files back:
         // so its slots must be unreadable durably first.
-        if let Err(e) = lane.flush_erasures() {
-            tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
-            continue;
-        }
-        let removed = volume.lock_shard().and_then(|_lock| {
-            volume.forget(lane.number);
-            let deleted = delete(&lane.dir);
-            // A process may have attached to it again before its files were deleted.
-            volume.shard.bump_lanes();
-            deleted
-        });
+        // Its lock is kept until it is forgotten: another process could take it, and lose its files.
+        let _lock = match lane.flush_erasures().and_then(|()| volume.lock_shard()) {
+            Ok(lock) => lock,
+            Err(e) => {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
+                continue;
+            }
+        };
+        volume.forget(lane.number);
+        let removed = delete(&lane.dir);
+        // A process may have attached to it again before its files were deleted.
+        volume.shard.bump_lanes();
         lane.release();
         match removed {
             Ok(()) => tracing::info!(lane = %lane.dir.display(), "an empty adopted lane was removed"),

@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::log::{Log, LogOptions, Mode, Placement, PutSpec};
+use crate::log::base::lock::ShardLock;
+use crate::log::lane::LaneRole;
+use crate::log::recovery::try_lock;
+use crate::log::{Log, LogOptions, Mode, Placement, PutSpec, Turn};
 
 fn scanning(dir: &std::path::Path) -> LogOptions {
     LogOptions { scan_interval: Duration::from_millis(20), ..options(dir) }
@@ -96,6 +99,31 @@ fn a_lane_whose_writer_died_is_adopted_and_lanes_stay_few() {
     let a = open(dir.path());
     assert_eq!(a.stats().lanes, 1);
     assert!((0..20).all(|n| !has(&a, n)));
+}
+
+/// Otherwise another process takes it as its own, and loses it at the next scan of this one.
+#[test]
+fn an_empty_lane_that_cannot_be_removed_yet_stays_locked() {
+    let dir = temp();
+    let older = open(dir.path());
+    assert!(store(&older, 0));
+    older.flush().unwrap();
+    let quick = LogOptions { foreground: true, io_timeout: Duration::from_secs(1), ..options(dir.path()) };
+    let log = Log::open(quick).unwrap();
+    older.abandon();
+    drop(older);
+    log.turn(Turn::Scan);
+    let volume = &log.volumes[0];
+    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    log.clear().unwrap();
+    log.turn(Turn::Maintain);
+    let others = ShardLock::take(&volume.shard_dir, Duration::ZERO).unwrap();
+    log.turn(Turn::Scan);
+    assert_eq!(adopted.state().unwrap().segments.in_use(), 0);
+    assert!(try_lock(&adopted.dir).unwrap().is_none(), "this process may still delete it");
+    drop(others);
+    log.turn(Turn::Scan);
+    assert!(!adopted.dir.exists() && log.stats().lanes == 1);
 }
 
 #[test]
