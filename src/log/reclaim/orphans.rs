@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
+use crate::index::{Access, SharedShard};
 use crate::log::base::lock::ShardLock;
 use crate::log::base::paths;
 use crate::log::drive::Volume;
@@ -45,8 +46,12 @@ fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
     let _shard_lock = ShardLock::take(shard, volume.ctx.options.io_timeout)?;
     let Some(_lock) = try_lock(lane)? else { return Ok(false) };
     tracing::info!(lane = %lane.display(), "an orphaned lane is removed to make space");
-    delete(lane)?;
-    Ok(true)
+    let deleted = delete(lane);
+    // Who only reads it has its files open, and they keep their space until it lets go of them.
+    let page = paths::open_small(&shard.join(paths::SHARD_SHM), false)
+        .and_then(|file| SharedShard::attach(&file, volume.ctx.boot, Access::ReadWrite));
+    page.iter().for_each(SharedShard::bump_lanes);
+    deleted.map(|()| true)
 }
 
 /// Deletes a lane whose lock, and that of its shard, the caller has.

@@ -261,11 +261,15 @@ fn another_namespace_gives_way_when_nobody_uses_it() {
         let refused = new.begin_put_within(spec(0), Duration::from_millis(100));
         assert_eq!(refused.unwrap_err().kind(), crate::ErrorKind::NoSpace, "the old one is in use");
     }
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..small(geometry()) }).unwrap();
     drop(old);
+    let kept = (0..300).filter(|n| has(&reader, *n)).count();
+    assert!(kept > 0, "without a writer");
     let new = Log::open(small(other)).unwrap();
     (0..200).for_each(|n| assert!(store(&new, n)));
     assert!(new.stats().disk_bytes <= 4 << 20);
     assert!((190..200).all(|n| has(&new, n)));
+    assert_eq!((reader.lookup(&[key(299)]), reader.stats().lanes), (0, 0), "its files are let go of");
 }
 
 #[test]
