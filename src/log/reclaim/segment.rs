@@ -230,7 +230,7 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
     }
     write_free(lane, victim).or_else(|_| write_free(lane, victim))?;
     let is_given_back = erase(lane, victim)?;
-    forget(lane, victim, records)?;
+    forget(volume, victim, records)?;
     hand_over(volume, victim, is_given_back)
 }
 
@@ -369,11 +369,16 @@ fn erase(lane: &Lane, victim: &Victim) -> Result<bool> {
 }
 
 /// Takes the segment's entries out of the table.
-fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
+fn forget(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<()> {
+    let lane = &victim.lane;
     let shared = lane.shared();
     shared.iter().for_each(|s| s.note_erasure());
     let mut state = lane.state()?;
     let table = lane.table();
+    // What recovery did not enter, or a clear took out, is in no list of partial chunks.
+    let floor = volume.shard.floor();
+    let not_entered: HashSet<u32> = state.segments.gone_at_opening(victim.segment).iter().copied().collect();
+    let is_listed = |r: &Record| r.sequence > floor && !not_entered.contains(&r.page);
     for record in records {
         let is_here = |e: &index::Entry| (e.segment, e.epoch, e.seq) == (victim.segment, victim.epoch, record.sequence);
         if table.get_marked(&record.key).is_some_and(|(e, ..)| is_here(&e))
@@ -382,7 +387,7 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
             policy::note_dropped(&mut state, &record.key);
         }
         // A partial chunk also leaves the list below the chunk before it.
-        if let Some(length) = partial_length(record, state.chunk_tokens()) {
+        if let Some(length) = partial_length(record, state.chunk_tokens()).filter(|_| is_listed(record)) {
             table.drop_partial(&record.parent, length)?;
         }
     }
