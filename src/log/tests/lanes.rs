@@ -101,6 +101,23 @@ fn a_lane_whose_writer_died_is_adopted_and_lanes_stay_few() {
     assert!((0..20).all(|n| !has(&a, n)));
 }
 
+#[test]
+fn a_lane_that_cannot_be_locked_does_not_keep_others_from_being_adopted() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    let others = [open(dir.path()), open(dir.path())];
+    others.iter().zip(0..).for_each(|(other, n)| assert!(store(other, n)));
+    others.iter().for_each(|other| other.flush().unwrap());
+    let spoilt = others[0].volumes[0].own().unwrap().dir.join("LOCK");
+    others.iter().for_each(|other| other.abandon());
+    drop(others);
+    std::fs::remove_file(&spoilt).unwrap();
+    std::fs::create_dir(&spoilt).unwrap();
+    log.turn(Turn::Scan);
+    assert_eq!(log.stats().adopted_lanes, 1);
+    assert!(has(&log, 1));
+}
+
 /// Otherwise another process takes it as its own, and loses it at the next scan of this one.
 #[test]
 fn an_empty_lane_that_cannot_be_removed_yet_stays_locked() {
