@@ -381,10 +381,15 @@ impl Volume {
         let held: HashSet<u32> = self.lanes().held().map(|l| l.number).collect();
         for (number, dir) in paths::lanes(&self.shard_dir)?.into_iter().filter(|(n, _)| !held.contains(n)) {
             let _lock = self.lock_shard()?;
-            let Some(lock) = try_lock(&dir)? else { continue };
+            let lock = match try_lock(&dir) {
+                Ok(None) => continue,
+                lock => lock,
+            };
             let around = self.surroundings();
-            let opened = around.open_files(&dir, true).and_then(|files| {
-                around.open_held(LaneCandidate { number, dir: dir.clone(), lock: Some(lock) }, files, LaneRole::Adopted)
+            // One that cannot be adopted must not keep the others.
+            let opened = lock.and_then(|lock| {
+                let files = around.open_files(&dir, true)?;
+                around.open_held(LaneCandidate { number, dir: dir.clone(), lock }, files, LaneRole::Adopted)
             });
             match opened {
                 Ok((lane, summary)) => {

@@ -284,7 +284,8 @@ impl Log {
 /// Marks the entry of a bad slot as removed: its key is not found from now on. The lane's holder
 /// makes the slot unreadable; until it has, the key cannot be stored again in that lane.
 fn discard(volume: &Volume, lane: &Lane, entry: &Entry) {
-    if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(false)
+    // Where the table has just been replaced, the new one may have taken the mark over.
+    if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(true)
         && let Some(shared) = lane.shared()
     {
         shared.note_removal();
