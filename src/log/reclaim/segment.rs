@@ -90,7 +90,7 @@ pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
             let Some(victim) = Victim::of(lane, dead.segment, hot_since) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
-                break;
+                continue;
             }
             count += 1;
         }
@@ -105,7 +105,6 @@ pub(super) fn reclaim_expired(volume: &Volume) {
             let Some(victim) = Victim::of(lane, segment, 0) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
-                return;
             }
         }
     }
