@@ -248,6 +248,27 @@ def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypat
         assert over.batch_exists(keys) == 2 and over.batch_get_v2(transfer) == {PoolName.SWA: [True, True]}
 
 
+def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, keys = mha(), names(2)
+    with backend(config(cache), pool) as over:
+        assert all(over.batch_set_v1(keys, pages(pool, 0, 2)))
+    # Started without a backend: the weights that were exchanged are not those of the namespace.
+    updater = weight_updater(monkeypatch)
+    start = world.server_args
+    monkeypatch.setattr(world, "server_args", lambda: start(None))
+    updater.update_weights_from_tensor()
+    for _ in range(2):
+        with pytest.raises(Exception, match="fingerprint"), backend(config(cache), pool):
+            pass
+        with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
+            assert over.batch_exists(keys) == 0 and all(over.batch_set_v1(keys, pages(pool, 0, 2)))
+            over.clear()
+    # From here on it notices by itself.
+    with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
+        updater.update_weights_from_tensor()
+        assert over.batch_set_v1(keys, pages(pool, 0, 2)) == [False, False]
+
+
 def test_clear_removes_this_models_pages_only_and_stats_are_taken_once(cache: Path) -> None:
     pool = mha()
     with backend(config(cache), pool) as over, backend(config(cache, more={"fingerprint": "other"}), pool) as other:

@@ -118,7 +118,7 @@ class Linker(UnifiedCacheLinker):
         """Opens a cache for each kind of page that the model has."""
         version = versions.require("--enable-unified-cache-external-linker")
         _refuse(server_args, params)
-        weights.watch()
+        weights.watch(is_start=True)
         settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, **(extra_config or {})}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
         if "chunk_size" in settings:

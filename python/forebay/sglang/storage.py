@@ -57,12 +57,20 @@ class HiCache(HiCacheStorage):
         """Opens the cache."""
         version = versions.require("--hicache-storage-backend")
         _refuse(storage_config)
-        weights.watch()
         from sglang.srt.runtime_context import get_server_args
 
+        # What SGLang was started with, also where a backend is attached later.
+        server_args = get_server_args()
+        weights.watch(is_start=server_args.hicache_storage_backend == "dynamic")
         settings = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in SGLANGS_KEYS}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
-        model = identity.of(get_server_args(), version, addition)
+        if weights.may_have_missed() and not addition:
+            raise forebay.Unsupported(
+                "SGLang was started without this storage backend, and does not tell whether it has exchanged its weights since; give "
+                "`fingerprint` in the extra config, a name for the weights that it has now, or start SGLang with "
+                "--hicache-storage-backend dynamic"
+            )
+        model = identity.of(server_args, version, addition)
         self._in_place = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._config = storage_config
         self._store = forebay.ObjectStore(settings or None, namespace=f"sglang/{space}/{model}")
