@@ -254,6 +254,7 @@ impl ObjectStore {
     /// all the same.
     pub fn pin(&self, keys: &[Vec<u8>], time: Duration) -> Vec<bool> {
         let Some(log) = self.log() else { return vec![false; keys.len()] };
+        self.core.pins.drop_expired();
         let pin = |name: &Vec<u8>| {
             let find = || get::find(&log, name, time).map(get::FoundObject::into_chunks);
             names::is_name(name) && self.core.pins.add(object_key(name), time, find)
