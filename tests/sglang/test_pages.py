@@ -13,6 +13,7 @@ import torch
 import world
 from forebay.sglang import identity
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from world import backend, config, content, fill, mha, mla, names, pages, weight_updater
 
 pytestmark = pytest.mark.ci
@@ -159,17 +160,19 @@ def test_mla_pages_have_one_writer_and_are_read_by_all_ranks(cache: Path) -> Non
     assert content(target, 5) == content(source, 1)
 
 
-def test_a_draft_of_its_own_k_and_v_beside_mla_is_each_ranks_own(cache: Path) -> None:
+def test_a_draft_of_its_own_k_and_v_beside_mla_is_for_one_rank(cache: Path) -> None:
     kv, draft = mla(), mha()
     fill(draft, 1)
     transfer = [PoolTransfer(name=PoolName.DRAFT, keys=names(2), host_indices=pages(draft, 0, 2))]
-    with (
-        backend(config(cache, is_mla=True, tp=(0, 2)), kv, draft=draft) as one,
-        backend(config(cache, is_mla=True, tp=(1, 2)), kv, draft=draft) as other,
-    ):
-        assert one.batch_set_v2(transfer) == {PoolName.DRAFT: [True, True]}
-        assert one.batch_get_v2(transfer) == {PoolName.DRAFT: [True, True]}
-        assert other.batch_get_v2(transfer) == {PoolName.DRAFT: [False, False]}
+    with backend(config(cache, is_mla=True), kv, draft=draft) as over:
+        assert over.batch_set_v2(transfer) == over.batch_get_v2(transfer) == {PoolName.DRAFT: [True, True]}
+    # SGLang's controller stores nothing of it on the other ranks, so that no prompt would ever be whole there.
+    for rank in range(2):
+        given = config(cache, is_mla=True, tp=(rank, 2))
+        sglangs = SimpleNamespace(backup_skip=not given.is_storage_writer, storage_backend_type="dynamic")
+        assert HybridCacheController.should_backup(sglangs, transfer[0]) is (rank == 0)
+        with pytest.raises(Exception, match="draft.*tensor-parallel"), backend(given, kv, draft=draft):
+            pass
 
 
 def asked(name: PoolName, keys: list[str], policy: PoolHitPolicy) -> PoolTransfer:
