@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forebay
 import pytest
 import torch
 import world
@@ -232,7 +233,9 @@ def test_after_close_everything_is_a_miss(cache: Path) -> None:
         over.close()
         assert over.batch_exists(names(2)) == 0 and over.batch_get_v1(names(2), pages(pool, 0, 2)) == [False, False]
         assert over.batch_set_v1(names(2), pages(pool, 0, 2)) == [False, False]
-        assert over.batch_exists_v2(names(2)).kv_hit_pages == 0 and over.clear() is False
+        assert over.batch_exists_v2(names(2)).kv_hit_pages == 0
+        with pytest.raises(forebay.Closed):
+            over.clear()
 
 
 def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ call waits for its own batch; the store runs the batches side by side.
 Invariants:
 - A page that is answered with yes is in host memory with every byte verified. Anything else, a page of another length among it, is a
   no: SGLang computes it.
-- Nothing is raised into SGLang once it runs. What is wrong with the settings, the pools or the version is raised at the start.
+- Nothing is raised into SGLang once it runs, except by `clear`. What is wrong with the settings, the pools or the version is raised at the
+  start.
 - When `close` returns, no byte of SGLang's memory is read or written any more.
 - A key names a page's content with all that gives it its meaning, so nothing is ever overwritten.
 - Once SGLang has exchanged its weights nothing is found, read or stored (`weights.py`).
@@ -175,13 +176,10 @@ class HiCache(HiCacheStorage):
     # The rest.
 
     def clear(self) -> bool:
-        """Removes every page of this model, for all servers that use this namespace."""
-
-        def remove() -> bool:
-            self._store.clear()
-            return True
-
-        return self._quiet.guarded("removed", remove, False)
+        """Removes every page of this model, for all servers that use this namespace. Raises where it cannot: SGLang catches that, and takes
+        anything else for success."""
+        self._store.clear()
+        return True
 
     def close(self) -> None:
         """Waits for batches under way, makes stored pages durable, closes."""
