@@ -301,6 +301,15 @@ impl ObjectStore {
         self.log().map(|log| self.core.losses.take(&log)).unwrap_or_default()
     }
 
+    /// Which of these digests ([`object_digest`]) are of objects that are not stored, whichever
+    /// process has removed them. No I/O; does not count as a use. None is gone where the store is
+    /// disabled or closed.
+    #[must_use]
+    pub fn gone(&self, digests: &[[u8; 32]]) -> Vec<bool> {
+        let Some(log) = self.log() else { return vec![false; digests.len()] };
+        digests.iter().map(|digest| get::presence(&log, &ChunkKey(*digest)) != get::Presence::Whole).collect()
+    }
+
     /// Declares memory of the caller's into which objects are read, and from which they are
     /// written, without a copy: runs of 64 KiB and more whose addresses, lengths and places in the
     /// object are multiples of 4 KiB. It must stay mapped as it is, and is kept, until the store is

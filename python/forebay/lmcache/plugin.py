@@ -17,6 +17,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ logger = logging.getLogger("forebay.lmcache")
 PIN_S = 60.0
 #: How long an eviction may wait until LMCache is notified, in milliseconds.
 TELL_MS = 1000
+#: How often is looked for what other servers have evicted or deleted, in seconds.
+LOOK_S = 60.0
 
 
 class Adapter(L2AdapterInterface):
@@ -141,13 +144,16 @@ class Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes the values of the keys, durably, for all servers."""
+        """Removes the values of the keys, durably, for all servers. Raises where some of them stay."""
         names = [name(key) for key in keys]
         removed = self._store.delete(names)
         # What another server has evicted or deleted before has gone too: LMCache would name it again.
-        there = self._store.exists(names) if self._store.is_up else [True] * len(names)
-        gone = [one for one, yes, still in zip(names, removed, there, strict=True) if yes or not still]
-        self._forget(forebay.object_digest(one) for one in gone)
+        digests = [forebay.object_digest(one) for one in names]
+        gone = [one for one, yes, is_gone in zip(digests, removed, self._store.gone(digests), strict=True) if yes or is_gone]
+        self._forget(gone)
+        if len(gone) < len(keys):
+            # LMCache takes everything but an exception for success.
+            raise forebay.IoError(f"{len(keys) - len(gone)} of {len(keys)} keys could not be deleted; see Forebay's log")
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
@@ -186,10 +192,14 @@ class Adapter(L2AdapterInterface):
         poll = select.poll()
         poll.register(self._store.event_fd(), select.POLLIN)
         poll.register(self._stop, select.POLLIN)
+        looked = time.monotonic()
         while not any(descriptor == self._stop for descriptor, _ in poll.poll(TELL_MS)):
             for done in self._store.drain_completions():
                 self._take(done)
             self._call_listeners(lambda: self._forget(self._store.drain_evicted()))
+            if time.monotonic() - looked >= LOOK_S:
+                self._call_listeners(self._forget_gone)
+                looked = time.monotonic()
 
     @staticmethod
     def _call_listeners(call: Callable[[], None]) -> None:
@@ -230,9 +240,15 @@ class Adapter(L2AdapterInterface):
     def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
-        # Evictions by other servers are noticed here only.
         gone = [key for key, cause in zip(keys, done.causes, strict=False) if cause in ("not_found", "corrupt")]
         self._forget(forebay.object_digest(name(key)) for key in gone)
+
+    def _forget_gone(self) -> None:
+        """Notifies LMCache of what other servers have evicted or deleted. A lookup that misses it does not come to a load."""
+        with self._lock:
+            known = list(self._stored)
+        gone = self._store.gone(known)
+        self._forget(digest for digest, is_gone in zip(known, gone, strict=True) if is_gone)
 
     def _forget(self, digests: Iterable[bytes]) -> None:
         """Notifies LMCache that these values are gone."""
