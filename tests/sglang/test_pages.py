@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
@@ -273,6 +274,14 @@ def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, m
     with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
         updater.update_weights_from_tensor()
         assert over.batch_set_v1(keys, pages(pool, 0, 2)) == [False, False]
+
+
+def test_sglangs_own_keys_in_the_extra_config_are_left_to_sglang(cache: Path) -> None:
+    own = {"prefetch_threshold": 64, "prefetch_timeout_base": 1, "prefetch_timeout_per_ki_token": 0.5, "hicache_storage_pass_prefix_keys": True}
+    _, *taken = HybridCacheController.parse_storage_backend_extra_config(json.dumps(own))
+    assert taken == list(own.values()), "SGLang has others by now"
+    with backend(config(cache, more={**own, "allocator": "shm"}), mha()) as over:
+        assert over.batch_exists(names(1)) == 0
 
 
 def test_clear_removes_this_models_pages_only_and_stats_are_taken_once(cache: Path) -> None:

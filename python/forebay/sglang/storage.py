@@ -39,8 +39,20 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 logger = logging.getLogger("sglang.forebay")
 
-#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own.
-SGLANGS_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
+#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own. It takes some of them out before, but not where decode servers
+#: offload their KV.
+SGLANGS_KEYS = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "file_storage_path",
+    "allocator",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+)
 #: How long `close` waits for batches under way.
 CLOSE_TIMEOUT_MS = 30_000
 
