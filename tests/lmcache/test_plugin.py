@@ -137,6 +137,17 @@ def test_what_another_server_has_deleted_is_told_though_no_load_asks_for_it(cach
         assert one.get_usage().total_bytes_used == 5000
 
 
+def test_a_value_that_another_server_stored_first_is_told_gone_too(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        store(other, {1: memory(5000, 1)})
+        store(one, {1: memory(5000, 1)})
+        assert heard.stored == {key(1): 0}
+        one.delete([key(1)])
+        assert heard.gone == [key(1)] and one.get_usage().total_bytes_used == 0
+
+
 def test_a_deletion_that_fails_is_no_success(cache: Path) -> None:
     with adapter(spec(cache)) as over:
         store(over, {1: memory(5000, 1)})

@@ -61,8 +61,8 @@ class Adapter(L2AdapterInterface):
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
         self._lookups = 0
-        #: Values that this server has stored and that are not known to be gone, by digest: key and
-        #: length in bytes. LMCache counts these.
+        #: Values that LMCache was told are stored and that are not known to be gone, by digest: key,
+        #: and length in bytes as LMCache counts it, 0 where another server stored the value.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
         self._wake = {kind: create_event_notifier() for kind in self._done}
         # The store records evictions from the first call on.
@@ -227,13 +227,14 @@ class Adapter(L2AdapterInterface):
 
     def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
-        # 0: the value was there already, and the server that stored it counts it.
-        written = {forebay.object_digest(name(key)): (key, length) for key, length in stored if length > 0}
-        # A value that this server had stored before has gone since: another server, or this one a
-        # moment ago, has evicted or deleted it. LMCache would count both.
-        self._forget(written)
+        told = {forebay.object_digest(name(key)): (key, length) for key, length in stored}
+        # 0: the value was there already, and the server that stored it counts it. Otherwise a value
+        # that this server had stored before has gone since: another server, or this one a moment ago,
+        # has evicted or deleted it. LMCache would count both.
+        self._forget([digest for digest, (_, length) in told.items() if length > 0])
         with self._lock:
-            self._stored |= written
+            for digest, value in told.items():
+                self._stored.setdefault(digest, value)
         if stored:
             self._notify_keys_stored([key for key, _ in stored], [length for _, length in stored])
 
