@@ -303,11 +303,14 @@ impl ObjectStore {
 
     /// Which of these digests ([`object_digest`]) are of objects that are not stored, whichever
     /// process has removed them. No I/O; does not count as a use. None is gone where the store is
-    /// disabled or closed.
+    /// disabled or closed, or a drive does not answer.
     #[must_use]
     pub fn gone(&self, digests: &[[u8; 32]]) -> Vec<bool> {
-        let Some(log) = self.log() else { return vec![false; digests.len()] };
-        digests.iter().map(|digest| get::presence(&log, &ChunkKey(*digest)) != get::Presence::Whole).collect()
+        let none = || vec![false; digests.len()];
+        let Some(log) = self.log().filter(|log| log.answers()) else { return none() };
+        let is_gone = |digest: &[u8; 32]| get::presence(&log, &ChunkKey(*digest)) != get::Presence::Whole;
+        let gone = digests.iter().map(is_gone).collect();
+        if log.answers() { gone } else { none() }
     }
 
     /// Declares memory of the caller's into which objects are read, and from which they are

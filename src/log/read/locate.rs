@@ -137,6 +137,12 @@ impl Log {
         self.ctx.check().is_ok() && self.volumes.iter().any(|v| v.find(key).is_some())
     }
 
+    /// Whether all drives answer. Of what lies on one that does not nothing is found for a while.
+    #[must_use]
+    pub fn answers(&self) -> bool {
+        self.ctx.check().is_ok() && self.volumes.iter().all(|v| v.answers.is_good() && !v.is_lost())
+    }
+
     /// What the index says of a key that is stored. No lease, no I/O; does not count as a use.
     #[must_use]
     pub fn peek(&self, key: &ChunkKey) -> Option<ChunkInfo> {
