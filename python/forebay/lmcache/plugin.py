@@ -198,7 +198,7 @@ class Adapter(L2AdapterInterface):
                 self._take(done)
             self._call_listeners(lambda: self._forget(self._store.drain_evicted()))
             if time.monotonic() - looked >= LOOK_S:
-                self._call_listeners(self._forget_gone)
+                self._call_listeners(self._look)
                 looked = time.monotonic()
 
     @staticmethod
@@ -241,15 +241,19 @@ class Adapter(L2AdapterInterface):
     def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
-        gone = [key for key, cause in zip(keys, done.causes, strict=False) if cause in ("not_found", "corrupt")]
-        self._forget(forebay.object_digest(name(key)) for key in gone)
+        # Not all of these: of what lies on a drive that does not answer nothing is found for a while.
+        self._forget_gone([forebay.object_digest(name(key)) for key, yes in zip(keys, done.results, strict=False) if not yes])
 
-    def _forget_gone(self) -> None:
+    def _look(self) -> None:
         """Notifies LMCache of what other servers have evicted or deleted. A lookup that misses it does not come to a load."""
         with self._lock:
             known = list(self._stored)
-        gone = self._store.gone(known)
-        self._forget(digest for digest, is_gone in zip(known, gone, strict=True) if is_gone)
+        self._forget_gone(known)
+
+    def _forget_gone(self, digests: list[bytes]) -> None:
+        """Notifies LMCache of those of these values that are gone."""
+        gone = self._store.gone(digests)
+        self._forget(digest for digest, is_gone in zip(digests, gone, strict=True) if is_gone)
 
     def _forget(self, digests: Iterable[bytes]) -> None:
         """Notifies LMCache that these values are gone."""
