@@ -151,6 +151,17 @@ def test_an_adapter_that_was_trained_anew_in_its_place_is_another_one(tmp_path: 
     assert len({without(None), of(b"one"), of(b"two"), of(b"one", '{"lora_alpha": 1}')}) == 4
 
 
+def test_an_adapter_of_the_hub_is_the_snapshot_that_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(weights: bytes) -> str:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        return identity.of(SimpleNamespace(model_path="org/name", lora_paths=["a=org/adapter"]), "0.5.23", "")
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cached = lambda path, name, revision=None: str(tmp_path / name) if (path, name) == ("org/adapter", "adapter_config.json") else None  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert of(b"one") == of(b"one") != of(b"two")
+
+
 def test_mla_pages_have_one_writer_and_are_read_by_all_ranks(cache: Path) -> None:
     source, target = mla(), mla()
     fill(source, 1)

@@ -65,7 +65,8 @@ def adapters(given: Any) -> list[list[str | None]]:
             paths.add(one.split("=", 1)[-1])
         else:
             paths.add(str(one.get("lora_path") if isinstance(one, dict) else getattr(one, "lora_path", None)))
-    return [[path, weights_digest(path), config_digest(Path(path), "adapter_config.json")] for path in sorted(paths)]
+    folders = {path: local_folder(path, None, "adapter_config.json") or Path(path) for path in sorted(paths)}
+    return [[path, weights_digest(str(folder)), config_digest(folder, "adapter_config.json")] for path, folder in folders.items()]
 
 
 def digest(parts: Any) -> str:
@@ -73,14 +74,14 @@ def digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def local_folder(path: str, revision: str | None) -> Path | None:
-    """Where the model's files lie: its folder, or the snapshot in the hub's cache; None where that is not known yet."""
+def local_folder(path: str, revision: str | None, name: str = "config.json") -> Path | None:
+    """Where the files of a model or an adapter lie: its folder, or the snapshot in the hub's cache; None where that is not known yet."""
     if Path(path).is_dir():
         return Path(path)
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(path, "config.json", revision=revision)
+        found = try_to_load_from_cache(path, name, revision=revision)
     except (ImportError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
