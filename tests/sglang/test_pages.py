@@ -125,6 +125,29 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
     assert len({one, *others}) == len(others) + 1
 
 
+def test_models_of_the_hub_whose_weights_lie_in_a_download_dir_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # SGLang fetches the configuration to the hub's cache, and the weights alone to --download-dir.
+    hub, fetched = tmp_path / "hub", tmp_path / "fetched"
+    for folder in (hub, fetched):
+        folder.mkdir()
+    (hub / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda path, name, revision=None: str(hub / name))
+
+    def of(path: str, weights: bytes | None) -> str:
+        def snapshot(*_: Any, cache_dir: str, local_files_only: bool, **__: Any) -> str:
+            assert cache_dir == "/models" and local_files_only
+            if weights is None:
+                raise FileNotFoundError("not fetched to there")
+            (fetched / "model.safetensors").write_bytes(weights)
+            return str(fetched)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+        return identity.of(SimpleNamespace(model_path=path, download_dir="/models"), "0.5.23", "")
+
+    assert of("org/a", None) != of("org/b", None), "the same configuration does not make them one model"
+    assert of("org/a", b"one") == of("org/a", b"one") != of("org/a", b"two"), "updated on the hub"
+
+
 def test_an_adapter_that_was_trained_anew_in_its_place_is_another_one(tmp_path: Path) -> None:
     place = str(tmp_path / "adapter")
     forms: list[Any] = [

@@ -38,12 +38,17 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
     path = str(getattr(server_args, "model_path", None))
     given = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
     seed = str(getattr(server_args, "random_seed", None)) if given["load_format"] == "dummy" else None
-    folder = local_folder(path, getattr(server_args, "revision", None))
+    revision, fetched_to = getattr(server_args, "revision", None), getattr(server_args, "download_dir", None)
+    folder = local_folder(path, revision)
+    weights = None if folder is None else weights_digest(str(folder))
+    if weights is None and fetched_to is not None and (snapshot := snapshot_folder(path, revision, fetched_to)) is not None:
+        weights = weights_digest(str(snapshot))
     parts = {
         "sglang": version,
-        # A local model is what lies in its folder, wherever that is.
-        "model": path if folder is None else None,
-        "weights": None if folder is None else weights_digest(str(folder)),
+        # A local model is what lies in its folder, wherever that is. A folder without weights, as the
+        # hub's cache has beside a --download-dir, tells nothing but the configuration.
+        "model": path if weights is None else None,
+        "weights": weights,
         "config": None if folder is None else config_digest(folder),
         "arguments": given,
         "seed": seed,
@@ -85,6 +90,16 @@ def local_folder(path: str, revision: str | None, name: str = "config.json") -> 
     except (ImportError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def snapshot_folder(path: str, revision: str | None, cache_dir: str) -> Path | None:
+    """Where SGLang has fetched a model of the hub to with --download-dir; None where it is not there. Nothing is fetched."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception:  # noqa: BLE001 - the hub's own errors, and what it makes of names that are none
+        return None
 
 
 def config_digest(folder: Path, name: str = "config.json") -> str | None:
