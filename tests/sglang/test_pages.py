@@ -112,10 +112,13 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
 
     one = of(model("a", b"one"))
     assert of(model("moved", b"one")) == one, "the same files in another place"
+    assert of(str(tmp_path / "a"), modelopt_quant=None, model_loader_extra_config="{}") == one, "as SGLang has them by default"
     others = [
         of(model("b", b"two")),
         of(model("c", b"one", '{"rope_theta": 1}')),
         of(str(tmp_path / "a"), kv_cache_dtype="fp8_e5m2"),
+        of(str(tmp_path / "a"), modelopt_quant="int4_awq"),
+        of(str(tmp_path / "a"), model_loader_extra_config='{"qlora_adapter_name_or_path": "/b"}'),
         of(str(tmp_path / "a"), version="0.5.24"),
         of("org/name"),
         of("org/name", revision="1"),

@@ -31,6 +31,8 @@ ARGUMENTS = (
     "swa_full_tokens_ratio",
     "mamba_ssm_dtype",
 )
+#: Others that quantize or replace weights as they are loaded. They count where they are given only.
+LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_extra_config", "rl_quant_profile")
 
 
 def of(server_args: Any, version: str, fingerprint: str) -> str:
@@ -54,6 +56,8 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
         "seed": seed,
         "fingerprint": fingerprint,
     }
+    if loading := {name: str(value) for name in LOADING if (value := getattr(server_args, name, None)) not in (None, "", "{}")}:
+        parts["loading"] = loading
     if found := adapters(getattr(server_args, "lora_paths", None)):
         parts["adapters"] = found
     return digest(parts)
