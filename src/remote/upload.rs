@@ -203,7 +203,7 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
 /// Uploads a chunk; its bytes, or `None` where the store had it.
 async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
-    let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
+    let chunk = log.hold(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
     let mut replaces = known == Some(RemotePresence::Damaged);
     if !replaces {
