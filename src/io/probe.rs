@@ -2,7 +2,7 @@
 //! the better ones.
 //!
 //! Invariant: a path for host memory is active only after a write and a read through it, in the
-//! drive's directory or, without one, in memory. cuFile's paths are tried by `cufile/`; `bounce` is
+//! drive's directory or, without one or where the drive does not answer in time, in memory. cuFile's paths are tried by `cufile/`; `bounce` is
 //! the host's path and a copy, and is not tried by itself.
 
 use std::fmt;
@@ -205,7 +205,14 @@ fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Started> 
         start(QueueSpec { direction, place: MemorySpace::Host, options, gauge, notes, stats: Arc::default() })
     };
     let (read, write) = (open(Direction::Read)?, open(Direction::Write)?);
-    trial(&*read, &*write, options.trial_dir.as_deref())?;
+    if let Err(e) = trial(&*read, &*write, options.trial_dir.as_deref()) {
+        if e.kind() != ErrorKind::TimedOut {
+            return Err(e);
+        }
+        // The drive or the machine was slow, which says nothing against this path.
+        trial(&*read, &*write, None)?;
+        notes.add(format!("the I/O path was tried in memory, not on the drive: {e}"));
+    }
     gauge.forget();
     for queue in [&read, &write] {
         queue.stats().forget();
@@ -243,7 +250,51 @@ fn trial_file(dir: Option<&Path>) -> Result<DirectFile> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
+    use crate::io::pool::Pool;
+    use crate::io::{IoStats, Rejected};
+
+    /// A pool that answers nothing in time but what goes to files in memory.
+    struct Slow(Pool);
+
+    impl Queue for Slow {
+        fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
+            if request.file.path() == Path::new("memory") {
+                return self.0.submit(request);
+            }
+            request.reject(Error::new(ErrorKind::TimedOut, "the drive did not answer")).answer();
+            Ok(())
+        }
+        fn stats(&self) -> &Arc<IoStats> {
+            self.0.stats()
+        }
+        fn close(&self, deadline: Instant) -> Result<()> {
+            self.0.close(deadline)
+        }
+    }
+
+    impl QueueBackend for Slow {
+        fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected> {
+            self.0.submit_part(request, stats)
+        }
+    }
+
+    fn slow(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
+        Ok(Arc::new(Slow(threads::start(spec)?)))
+    }
+
+    #[test]
+    fn a_drive_that_is_slow_while_it_is_tried_gets_the_best_path_all_the_same() {
+        let backends = [(IoPath::IoUring, slow as Start), (IoPath::Threads, start_threads)];
+        let dir = tempfile::tempdir().unwrap();
+        let options = IoOptions { trial_dir: Some(dir.path().to_path_buf()), ..IoOptions::default() };
+        let report = select(&options, &backends).unwrap().report;
+        let notes = report.notes.list();
+        assert_eq!(report.active, IoPath::IoUring, "{:?}", report.reasons);
+        assert!(notes.iter().any(|note| note.contains("in memory") && note.contains("did not answer")), "{notes:?}");
+    }
 
     fn refused(_: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
         Err(Error::io("io_uring cannot be set up", std::io::Error::from_raw_os_error(libc::ENOSYS)))
