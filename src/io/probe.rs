@@ -250,6 +250,8 @@ fn trial_file(dir: Option<&Path>) -> Result<DirectFile> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::os::fd::OwnedFd;
     use std::time::Instant;
 
     use super::*;
@@ -294,6 +296,28 @@ mod tests {
         let notes = report.notes.list();
         assert_eq!(report.active, IoPath::IoUring, "{:?}", report.reasons);
         assert!(notes.iter().any(|note| note.contains("in memory") && note.contains("did not answer")), "{notes:?}");
+    }
+
+    #[test]
+    fn a_read_that_hangs_slows_writes_only_until_it_is_given_up() {
+        for engine in [EngineChoice::Threads, EngineChoice::Uring] {
+            // Where a sandbox refuses io_uring there is nothing to see.
+            let Ok(host) = open_host(&IoOptions { engine, ..IoOptions::default() }) else { continue };
+            let (pipe, mut other_end) = std::io::pipe().unwrap();
+            let file = Arc::new(DirectFile::from_file(OwnedFd::from(pipe).into(), "pipe"));
+            let read = Request::read(file, 0, AlignedBuf::zeroed(IO_ALIGN).unwrap().into(), |_| {});
+            let ended = wait(&*host.read, read.timeout(Duration::from_millis(50)));
+            assert_eq!(ended.result.unwrap_err().kind(), ErrorKind::TimedOut);
+            assert!(!host.gauge.reads_suffer(), "{engine:?}: {:?}", host.gauge);
+            // io_uring has cancelled the read by then.
+            let _ = other_end.write_all(&[0; IO_ALIGN]);
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while host.read.in_flight() > 0 {
+                assert!(Instant::now() < deadline, "{engine:?}: the read does not end");
+                std::thread::yield_now();
+            }
+            assert!(!host.gauge.reads_suffer(), "{engine:?}: {:?}", host.gauge);
+        }
     }
 
     fn refused(_: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
