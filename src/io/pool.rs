@@ -26,6 +26,8 @@ pub(super) struct BlockJob<'a> {
     pub(super) file: &'a Arc<DirectFile>,
     /// The deadline of the request that it is part of.
     pub(super) deadline: Instant,
+    /// To be called when what has a [`Transfer::patience`] has returned, where more is to come.
+    pub(super) returned: &'a dyn Fn(),
 }
 
 /// How the threads of a pool move a block.
@@ -280,7 +282,11 @@ impl PoolShared {
         }
         let queued_bytes = (state.running - state.hung) * piece.span.len;
         let (gauge, direction) = (&self.frame.spec.gauge, self.frame.spec.direction);
-        let block = BlockJob { piece, file: &file, deadline };
+        let returned = || {
+            let mut state = self.frame.state.lock();
+            state.calls.get_mut(at).into_iter().flatten().for_each(|call| call.patience = None);
+        };
+        let block = BlockJob { piece, file: &file, deadline, returned: &returned };
         let light = match direction {
             Direction::Read => gauge.read_starts(),
             Direction::Write => {
@@ -315,7 +321,8 @@ impl PoolShared {
             let abandons = state.closing.abandons(now);
             let expired = if abandons { state.jobs.abandon(None) } else { state.jobs.expire(now) };
             let late = |c: &Call| c.patience.is_some_and(|p| p <= now) || expired.stuck.contains(&c.span.job);
-            let at_fault = state.calls.iter().flatten().any(|c| !c.hung && c.patience.is_some() && late(c));
+            // Not a call that began so late that its request timed out first.
+            let at_fault = state.calls.iter().flatten().any(|c| !c.hung && c.patience.is_some_and(|p| p <= now));
             let hung = state.hang(late);
             let gauge = &self.frame.spec.gauge;
             hung.iter().for_each(|_| match self.frame.spec.direction {
