@@ -72,6 +72,13 @@ pub struct Alignment {
     pub offset: usize,
 }
 
+impl Alignment {
+    /// Whether what is aligned to [`IO_ALIGN`] is aligned so; false for 0.
+    fn is_kept(self) -> bool {
+        IO_ALIGN.is_multiple_of(self.memory) && IO_ALIGN.is_multiple_of(self.offset)
+    }
+}
+
 /// Notified when a file that it watches is about to be closed.
 pub(crate) trait FileWatcher: Send + Sync {
     /// The file with this id is gone; its descriptor closes right after.
@@ -130,7 +137,7 @@ impl DirectFile {
             Ok(file) => {
                 let mut file = Self::wrap(file, path, true);
                 match dio_alignment(&file.file) {
-                    Some(a) if a.offset == 0 => file.make_buffered()?,
+                    Some(a) if !a.is_kept() => file.make_buffered()?,
                     Some(a) => file.alignment = a,
                     None => {}
                 }
@@ -204,8 +211,8 @@ impl DirectFile {
         self.mounted = Some(body);
     }
 
-    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, or do it
-    /// through the page cache.
+    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, do it
+    /// through the page cache, or need it aligned to more than everything here is.
     fn make_buffered(&mut self) -> Result<()> {
         self.direct = false;
         self.alignment = Alignment { memory: 1, offset: 1 };
@@ -550,6 +557,14 @@ mod tests {
         file.punch_hole(0, 1 << 20).unwrap();
         assert!(file.allocated_bytes().unwrap() < 1 << 19);
         assert_eq!(file.len().unwrap(), 1 << 20);
+    }
+
+    #[test]
+    fn direct_io_is_used_only_where_pages_are_aligned_enough() {
+        for (memory, offset, is_kept) in [(4, 512, true), (512, 4096, true), (4, 16384, false), (8192, 512, false)] {
+            assert_eq!(Alignment { memory, offset }.is_kept(), is_kept, "{memory} {offset}");
+        }
+        assert!(!Alignment { memory: 1, offset: 0 }.is_kept(), "what statx says of files without direct I/O");
     }
 
     #[test]
