@@ -152,9 +152,9 @@ impl Pending {
     /// Answers the flushes up to number `asked`. After a failed flush, pages written since the last
     /// good one may be lost even if a later flush succeeds. So all records of unsealed segments
     /// (`unsealed`) wait to be written again. What waits about slots that are gone, which are not
-    /// among these, goes on waiting.
+    /// among these, goes on waiting. `Busy` says that nothing was flushed, not that it failed.
     pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
-        if outcome.is_err() {
+        if outcome.as_ref().is_err_and(|e| e.kind() != ErrorKind::Busy) {
             let gone: Vec<Record> = self.records.drain(..).filter(|r| r.kind == RecordKind::Gone).collect();
             self.records = unsealed().into();
             self.records.extend(gone);
@@ -192,5 +192,27 @@ impl Pending {
     /// Whether the lane takes no more puts.
     pub(in crate::log) fn is_broken(&self) -> bool {
         self.failures >= BROKEN_AFTER
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::record::KeyKind;
+    use crate::key::ChunkKey;
+
+    #[test]
+    fn only_a_flush_that_was_tried_has_records_written_again() {
+        let record = |n: u8| Record::new(RecordKind::Put, KeyKind::Chain, ChunkKey([n; 32]));
+        let mut pending = Pending::new(16, 0);
+        pending.log(record(2));
+        let mut waiting = Vec::new();
+        for kind in [ErrorKind::Busy, ErrorKind::Io] {
+            let asked = pending.ask();
+            pending.answer(asked, Err(Error::new(kind, "no")), || vec![record(1), record(2)]);
+            assert_eq!(pending.outcome(asked).unwrap().unwrap_err().kind(), kind);
+            waiting.push(pending.waiting());
+        }
+        assert_eq!(waiting, [1, 2]);
     }
 }
