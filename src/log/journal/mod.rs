@@ -89,7 +89,7 @@ fn do_work(lane: &Arc<Lane>, work: JournalWork) -> Progress {
         publish_waiting(lane, grow(lane));
     }
     let mut outcome = Ok(());
-    if work.pages {
+    if work.pages || work.flush.is_some() {
         outcome = write_pages(lane, work.partial_page);
     }
     if work.seal {
@@ -166,6 +166,7 @@ fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
 /// Writes waiting records to fresh pages: full pages, and with `partial` also a last one that is
 /// not full.
 fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
+    renew(lane)?;
     while let Some(batch) = take_batch(lane, partial)? {
         match write_batch(lane, &batch) {
             Ok(()) => hold_batch(lane, &batch)?,
@@ -227,6 +228,14 @@ fn hold_batch(lane: &Lane, batch: &RecordBatch) -> Result<()> {
         let uses = live.map(|r| (r.segment, r.epoch)).collect();
         state.pending.hold(number, uses);
     }
+    Ok(())
+}
+
+/// Has what a failed flush may have lost written again.
+fn renew(lane: &Lane) -> Result<()> {
+    let mut state = lane.state()?;
+    let LaneState { pending, segments, .. } = &mut *state;
+    pending.renew(|| segments.unsealed_records());
     Ok(())
 }
 

@@ -197,6 +197,23 @@ fn what_a_failed_flush_has_lost_is_written_again() {
 }
 
 #[test]
+fn what_a_seal_that_failed_has_lost_of_other_segments_is_written_again() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    // More than a segment holds: the first is full, and the records of the second are only in the
+    // journal.
+    (0..30).for_each(|n| assert!(store(&log, n)));
+    switch.set(INDEX_LOST);
+    log.turn(Turn::Commit);
+    assert_eq!((log.stats().sealed, log.stats().write_errors), (0, 1));
+    switch.set(NONE);
+    log.flush().unwrap();
+    assert!(log.stats().sealed > 0);
+    let log = crash(log);
+    assert!((0..30).all(|n| has(&log, n)), "the flush spoke of pages that the seal's flush had lost");
+}
+
+#[test]
 fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again_by_whomever() {
     let dir = temp();
     let (log, switch) = faulty_in_turns(dir.path());
