@@ -20,6 +20,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::beneath;
 use super::buffer::IO_ALIGN;
 use super::mount::{self, DiskFile};
+use super::os::boot_clock_ns;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How to open a [`DirectFile`].
@@ -167,10 +168,10 @@ impl DirectFile {
     /// As [`open`](Self::open).
     pub fn temporary_in(dir: impl AsRef<Path>) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!(".forebay-trial-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // The time tells apart processes with the same number, as in several containers.
+        let (process, now) = (std::process::id(), boot_clock_ns());
+        let name = format!(".forebay-trial-{process}-{now}-{}", NEXT.fetch_add(1, Ordering::Relaxed));
         let path = dir.as_ref().join(name);
-        // A process of the same number may have been killed before it had removed its own.
-        let _ = std::fs::remove_file(&path);
         let file = Self::open(&path, FileOptions { create_new: true, ..FileOptions::create() })?;
         std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the trial file", e).at(&path))?;
         Ok(file)
