@@ -2,7 +2,8 @@
 //! the better ones.
 //!
 //! Invariant: a path for host memory is active only after a write and a read through it, in the
-//! drive's directory or, without one or where the drive does not answer in time, in memory. cuFile's paths are tried by `cufile/`; `bounce` is
+//! drive's directory or, without one or where the drive is full or does not answer in time, in
+//! memory. cuFile's paths are tried by `cufile/`; `bounce` is
 //! the host's path and a copy, and is not tried by itself.
 
 use std::fmt;
@@ -206,10 +207,11 @@ fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Started> 
     };
     let (read, write) = (open(Direction::Read)?, open(Direction::Write)?);
     if let Err(e) = trial(&*read, &*write, options.trial_dir.as_deref()) {
-        if e.kind() != ErrorKind::TimedOut {
+        if !matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::NoSpace) {
             return Err(e);
         }
-        // The drive or the machine was slow, which says nothing against this path.
+        // The drive or the machine was slow, or the drive full, which says nothing against this
+        // path: on another one it may just not be so any more.
         trial(&*read, &*write, None)?;
         notes.add(format!("the I/O path was tried in memory, not on the drive: {e}"));
     }
@@ -258,15 +260,15 @@ mod tests {
     use crate::io::pool::Pool;
     use crate::io::{IoStats, Rejected};
 
-    /// A pool that answers nothing in time but what goes to files in memory.
-    struct Slow(Pool);
+    /// A pool that fails in this way but for files in memory.
+    struct Slow(Pool, ErrorKind);
 
     impl Queue for Slow {
         fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
             if request.file.path() == Path::new("memory") {
                 return self.0.submit(request);
             }
-            request.reject(Error::new(ErrorKind::TimedOut, "the drive did not answer")).answer();
+            request.reject(Error::new(self.1, "the drive did not answer")).answer();
             Ok(())
         }
         fn stats(&self) -> &Arc<IoStats> {
@@ -284,18 +286,30 @@ mod tests {
     }
 
     fn slow(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
-        Ok(Arc::new(Slow(threads::start(spec)?)))
+        Ok(Arc::new(Slow(threads::start(spec)?, ErrorKind::TimedOut)))
+    }
+
+    fn full(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
+        Ok(Arc::new(Slow(threads::start(spec)?, ErrorKind::NoSpace)))
+    }
+
+    fn broken(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
+        Ok(Arc::new(Slow(threads::start(spec)?, ErrorKind::Io)))
     }
 
     #[test]
-    fn a_drive_that_is_slow_while_it_is_tried_gets_the_best_path_all_the_same() {
-        let backends = [(IoPath::IoUring, slow as Start), (IoPath::Threads, start_threads)];
+    fn a_drive_that_is_slow_or_full_while_it_is_tried_gets_the_best_path_all_the_same() {
         let dir = tempfile::tempdir().unwrap();
         let options = IoOptions { trial_dir: Some(dir.path().to_path_buf()), ..IoOptions::default() };
-        let report = select(&options, &backends).unwrap().report;
-        let notes = report.notes.list();
-        assert_eq!(report.active, IoPath::IoUring, "{:?}", report.reasons);
-        assert!(notes.iter().any(|note| note.contains("in memory") && note.contains("did not answer")), "{notes:?}");
+        let of = |uring: Start| {
+            select(&options, &[(IoPath::IoUring, uring), (IoPath::Threads, start_threads)]).unwrap().report
+        };
+        for drive in [slow as Start, full] {
+            let (report, in_words) = (of(drive), "in memory, not on the drive: the drive did not answer");
+            assert_eq!(report.active, IoPath::IoUring, "{:?}", report.reasons);
+            assert!(report.notes.list().iter().any(|note| note.contains(in_words)), "{:?}", report.notes);
+        }
+        assert_eq!(of(broken).active, IoPath::Threads, "an error may be the path's");
     }
 
     #[test]
