@@ -120,7 +120,7 @@ impl Owner {
     pub(super) fn serve(&self, bell: &EventFd, is_over: impl Fn() -> bool) {
         let mut peers: Vec<Peer> = Vec::new();
         let mut buf = vec![0; MOST_BYTES];
-        // No process could be let in: until then none is, since the one that knocks goes on knocking.
+        // A process could not be let in: until then none is, since it goes on knocking.
         let mut full_until: Option<Instant> = None;
         while !is_over() {
             let ready: Vec<bool> = {
@@ -150,7 +150,8 @@ impl Owner {
                 }
             }
             peers = stays;
-            match is_new.then(|| rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC)).transpose() {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match is_new.then(|| rustix::net::accept_with(&self.listener, flags)).transpose() {
                 // One too many is closed at once.
                 Ok(Some(socket)) if peers.len() < MOST_PEERS => peers.push(Peer::new(socket)),
                 Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
