@@ -196,7 +196,7 @@ impl Prefetch {
     /// As [`Prefetch::wait`], but for at most `timeout`; `None` where it is still under way then.
     #[must_use]
     pub fn wait_for(&self, timeout: Duration) -> Option<PrefetchResult> {
-        let until = Instant::now() + timeout;
+        let Some(until) = Instant::now().checked_add(timeout) else { return Some(self.wait()) };
         let mut state = self.0.state.lock();
         while !state.is_over {
             if self.0.changed.wait_until(&mut state, until).timed_out() && !state.is_over {

@@ -37,12 +37,12 @@ fn used_and_wasted(w: &World) -> (u64, u64) {
 fn what_it_brings_is_loaded_without_a_read_and_counts_as_used() {
     let (w, _tier, slots) = stored(6, 3);
     let (all, again) = (prefetch(&w, &slots), prefetch(&w, &slots));
-    assert_eq!(all.wait(), read(3));
+    assert_eq!(all.wait_for(Duration::MAX), Some(read(3)));
     assert_eq!(again.wait(), PrefetchResult { found: 3, in_memory: 3, ..PrefetchResult::default() });
     drop(again);
     w.disk.pause();
     let to = w.kv(3);
-    assert_eq!(w.load(&to, &slots).wait(), all_of(3));
+    assert_eq!(w.load(&to, &slots).wait_for(Duration::MAX), Some(all_of(3)));
     assert!(to.bytes() == w.kv(3).filled(7).bytes());
     assert_eq!(used_and_wasted(&w), (3, 0));
     let stats = w.pipeline().prefetch_stats();
