@@ -82,7 +82,7 @@ enum Progress {
 }
 
 fn do_work(lane: &Arc<Lane>, work: JournalWork) -> Progress {
-    if work.deferred && !lane.submit_deferred() && !work.stop {
+    if work.deferred && !lane.submit_deferred() {
         std::thread::sleep(RETRY);
     }
     if work.grow {
@@ -263,12 +263,12 @@ fn trouble(lane: &Lane, e: &Error) {
     }
 }
 
-/// Whether a stopped lane has nothing left to write, or cannot.
+/// Whether a stopped lane has nothing left to write, or cannot, or not in time.
 fn is_done(lane: &Lane) -> bool {
     lane.state().map_or(true, |state| {
         let pending = &state.pending;
         let idle = pending.waiting() == 0 && !state.puts.has_deferred() && pending.asked().is_none();
-        idle || pending.is_broken()
+        idle || pending.is_broken() || state.life.stop_by.is_some_and(|by| by <= Instant::now())
     })
 }
 
