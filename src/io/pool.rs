@@ -331,10 +331,11 @@ impl PoolShared {
             });
             if !hung.is_empty() || !expired.ended.is_empty() {
                 if !hung.is_empty() {
-                    self.replace_hung(&mut state);
                     if at_fault {
+                        // Before spare threads are there, which would make such calls too.
                         MutexGuard::unlocked(&mut state, || self.transfer.hangs());
                     }
+                    self.replace_hung(&mut state);
                     self.serve_elsewhere(&mut state, hung);
                 }
                 MutexGuard::unlocked(&mut state, || {
