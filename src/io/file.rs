@@ -20,6 +20,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::beneath;
 use super::buffer::IO_ALIGN;
 use super::mount::{self, DiskFile};
+use super::os::boot_clock_ns;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How to open a [`DirectFile`].
@@ -70,6 +71,13 @@ pub struct Alignment {
     pub memory: usize,
     /// Alignment of file offset and length.
     pub offset: usize,
+}
+
+impl Alignment {
+    /// Whether what is aligned to [`IO_ALIGN`] is aligned so; false for 0.
+    fn is_kept(self) -> bool {
+        IO_ALIGN.is_multiple_of(self.memory) && IO_ALIGN.is_multiple_of(self.offset)
+    }
 }
 
 /// Notified when a file that it watches is about to be closed.
@@ -130,7 +138,7 @@ impl DirectFile {
             Ok(file) => {
                 let mut file = Self::wrap(file, path, true);
                 match dio_alignment(&file.file) {
-                    Some(a) if a.offset == 0 => file.make_buffered()?,
+                    Some(a) if !a.is_kept() => file.make_buffered()?,
                     Some(a) => file.alignment = a,
                     None => {}
                 }
@@ -160,10 +168,10 @@ impl DirectFile {
     /// As [`open`](Self::open).
     pub fn temporary_in(dir: impl AsRef<Path>) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!(".forebay-trial-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // The time tells apart processes with the same number, as in several containers.
+        let (process, now) = (std::process::id(), boot_clock_ns());
+        let name = format!(".forebay-trial-{process}-{now}-{}", NEXT.fetch_add(1, Ordering::Relaxed));
         let path = dir.as_ref().join(name);
-        // A process of the same number may have been killed before it had removed its own.
-        let _ = std::fs::remove_file(&path);
         let file = Self::open(&path, FileOptions { create_new: true, ..FileOptions::create() })?;
         std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the trial file", e).at(&path))?;
         Ok(file)
@@ -204,8 +212,8 @@ impl DirectFile {
         self.mounted = Some(body);
     }
 
-    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, or do it
-    /// through the page cache.
+    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, do it
+    /// through the page cache, or need it aligned to more than everything here is.
     fn make_buffered(&mut self) -> Result<()> {
         self.direct = false;
         self.alignment = Alignment { memory: 1, offset: 1 };
@@ -550,6 +558,14 @@ mod tests {
         file.punch_hole(0, 1 << 20).unwrap();
         assert!(file.allocated_bytes().unwrap() < 1 << 19);
         assert_eq!(file.len().unwrap(), 1 << 20);
+    }
+
+    #[test]
+    fn direct_io_is_used_only_where_pages_are_aligned_enough() {
+        for (memory, offset, is_kept) in [(4, 512, true), (512, 4096, true), (4, 16384, false), (8192, 512, false)] {
+            assert_eq!(Alignment { memory, offset }.is_kept(), is_kept, "{memory} {offset}");
+        }
+        assert!(!Alignment { memory: 1, offset: 0 }.is_kept(), "what statx says of files without direct I/O");
     }
 
     #[test]

@@ -29,7 +29,7 @@ impl ObjectPins {
     /// Pins what `find` leases for `time`; `false` where it finds nothing or may not lease it.
     pub(super) fn add(&self, key: ChunkKey, time: Duration, find: impl FnOnce() -> Option<Vec<Chunk>>) -> bool {
         let now = Instant::now();
-        let until = now.checked_add(time).unwrap_or(now);
+        let until = now.checked_add(time).unwrap_or(now + Duration::from_secs(1 << 30));
         let Some(leases) = find().filter(|chunks| chunks.iter().all(Chunk::is_leased)) else { return false };
         let mut pins = self.0.lock();
         if !pins.contains_key(&key) && pins.len() >= MOST {

@@ -14,9 +14,11 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::frames::Frames;
@@ -33,6 +35,8 @@ const SOCKET: &str = "memory.sock";
 const MOST_PEERS: usize = 256;
 /// Messages of one process that are answered before others get their turn.
 const IN_A_ROW: usize = 64;
+/// How soon it is tried again to let a process in that could not be.
+const AGAIN: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// A socket for datagrams in order, which learns when the other side is gone.
 pub(super) fn socket() -> std::io::Result<OwnedFd> {
@@ -116,13 +120,17 @@ impl Owner {
     pub(super) fn serve(&self, bell: &EventFd, is_over: impl Fn() -> bool) {
         let mut peers: Vec<Peer> = Vec::new();
         let mut buf = vec![0; MOST_BYTES];
+        // A process could not be let in: until then none is, since it goes on knocking.
+        let mut full_until: Option<Instant> = None;
         while !is_over() {
             let ready: Vec<bool> = {
                 let sockets = peers.iter().map(|peer| PollFd::new(&peer.socket, PollFlags::IN));
-                let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, PollFlags::IN)];
+                full_until = full_until.filter(|until| Instant::now() < *until);
+                let knocks = if full_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
+                let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, knocks)];
                 polled.extend(sockets);
-                if let Err(e) = steps::poll(&mut polled, None)
-                    && e != rustix::io::Errno::INTR
+                if let Err(e) = steps::poll(&mut polled, full_until.map(|_| &AGAIN))
+                    && e != Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
                     // What is lent must be kept, below.
@@ -142,10 +150,14 @@ impl Owner {
                 }
             }
             peers = stays;
-            if is_new && let Ok(socket) = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match is_new.then(|| rustix::net::accept_with(&self.listener, flags)).transpose() {
                 // One too many is closed at once.
-                if peers.len() < MOST_PEERS {
-                    peers.push(Peer::new(socket));
+                Ok(Some(socket)) if peers.len() < MOST_PEERS => peers.push(Peer::new(socket)),
+                Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "a process cannot use the memory tier (see RLIMIT_NOFILE of this one)");
+                    full_until = Some(Instant::now() + Duration::from_secs(1));
                 }
             }
         }

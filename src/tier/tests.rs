@@ -289,6 +289,24 @@ fn a_frame_that_another_process_uses_is_not_given_away_until_it_is_gone() {
 
 #[test]
 #[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn many_frames_that_are_given_back_at_once_do_not_end_the_connection() {
+    const MANY: usize = 1000;
+    let dir = tempfile::tempdir().unwrap();
+    let options = StagingOptions { bytes: MANY * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
+    let owner = MemoryTier::shared(&options, None).unwrap();
+    owner.share_in(dir.path()).unwrap();
+    let bell = Arc::new(crate::io::EventFd::new().unwrap());
+    let link = FrameLink::new(dir.path(), &Frames::shareable(&options).unwrap(), false, &bell).unwrap();
+    for _ in 0..5 {
+        let all: Vec<_> = (0..MANY).map(|_| link.reserve(&id(1), rank(1, 0)).unwrap()).collect();
+        drop(all);
+        assert!(!link.is_over(), "the socket takes fewer messages than these at once");
+        wait_free(&owner, MANY);
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
 fn who_is_not_talked_to_any_more_keeps_its_frames_until_it_is_gone() {
     let dir = tempfile::tempdir().unwrap();
     let (owner, link) = owner_and_link(dir.path());

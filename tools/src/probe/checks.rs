@@ -228,9 +228,10 @@ fn direct_io(d: &Directory) -> Option<Finding> {
                 format!("yes, memory aligned to {memory} and offsets to {offset} bytes"),
             ));
         }
-        _ => "refused: every byte takes a copy through the page cache",
+        _ => "refused, or only for more than 4096 bytes at once: every byte takes a copy through the page cache",
     };
-    Some(Finding::warn("O_DIRECT", found, "use ext4 (not data=journal) or xfs on a local NVMe drive"))
+    let remedy = "use ext4 (not data=journal) or xfs on a local NVMe drive with sectors of up to 4096 bytes";
+    Some(Finding::warn("O_DIRECT", found, remedy))
 }
 
 /// Stores reserve whole segments, and eviction gives single slots back.
