@@ -6,7 +6,6 @@
 //! any point, and goes on from there when it is run again. The geometry is that of the description
 //! in the cache or in the store.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -83,7 +82,7 @@ It may be interrupted and run again: nothing is moved twice. Every byte is check
 to a drive. `remote_staging` bounds its memory. What a server has stored in the last moments, and objects, are not uploaded. \
 Before a machine has started a server since its boot, stop `sync up` before you remove anything: it would not notice.
 
-Exit status 3: some chunks could not be moved; the causes are those of forebay_remote_missed_chunks_total and \
+Exit status 3: some chunks could not be moved, or a part of the cache could not be read; the causes are those of forebay_remote_missed_chunks_total and \
 forebay_remote_shed_chunks_total.
 
 Examples:
@@ -126,9 +125,11 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     })?;
     stop::listen()?;
     let sync = Sync { settings, options, context };
-    let mut reports = Vec::new();
+    let (mut reports, mut is_whole) = (Vec::new(), true);
     if up {
-        for job in sync.local_shards(args)?.iter().take_while(|_| !stop::asked()) {
+        let (jobs, all) = sync.local_shards(args)?;
+        is_whole = all;
+        for job in jobs.iter().take_while(|_| !stop::asked()) {
             reports.push(sync.up(job)?);
         }
     } else {
@@ -136,7 +137,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
             reports.push(sync.down(job)?);
         }
     }
-    if reports.is_empty() && args.namespace.is_some() && !stop::asked() {
+    if reports.is_empty() && args.namespace.is_some() && is_whole && !stop::asked() {
         return Err(Error::new(ErrorKind::NotFound, "there is no such namespace")
             .advice("see `forebay ls DIR --namespaces`, and `forebay stat DIR --remote URL`"));
     }
@@ -151,7 +152,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     }
     Ok(match stop::signal() {
         Some(signal) => Outcome::Interrupted(signal),
-        None if reports.iter().any(|r| !r.failed.is_empty()) => Outcome::Problem,
+        None if !is_whole || reports.iter().any(|r| !r.failed.is_empty()) => Outcome::Problem,
         None => Outcome::Done,
     })
 }
@@ -202,13 +203,15 @@ struct Sync<'a> {
 }
 
 impl Sync<'_> {
-    /// The shards of the drives, with the chunks of prompts that they hold.
-    fn local_shards(&self, args: &SyncArgs) -> Result<Vec<Job<(ChunkKey, u64)>>> {
+    /// The shards of the drives, with the chunks of prompts that they hold; whether these are all.
+    fn local_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<(ChunkKey, u64)>>, bool)> {
         let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
-        let mut geometries = HashMap::new();
+        let mut geometries: HashMap<(String, String), Result<Geometry>> = HashMap::new();
+        let mut is_whole = true;
         for drive in &self.settings.drives {
             let (found, unreadable) = shards(&drive.path)?;
             unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+            is_whole &= unreadable.is_empty();
             for (files, raw) in &found {
                 let Some(first) = files.first() else { continue };
                 let place = (first.namespace.clone(), first.shard.clone());
@@ -219,15 +222,23 @@ impl Sync<'_> {
                 if slots.is_empty() {
                     continue;
                 }
-                if let Entry::Vacant(free) = geometries.entry(place.clone()) {
-                    free.insert(geometry_of(&drive.path, &place.0, &place.1)?);
+                if !matches!(geometries.get(&place), Some(Ok(_))) {
+                    geometries.insert(place.clone(), geometry_of(&drive.path, &place.0, &place.1));
                 }
                 by_place.entry(place).or_default().extend(slots);
             }
         }
         let mut jobs = Vec::new();
         for ((namespace, shard), slots) in by_place {
-            let Some(geometry) = geometries.remove(&(namespace.clone(), shard.clone())) else { continue };
+            let geometry = match geometries.remove(&(namespace.clone(), shard.clone())) {
+                Some(Ok(geometry)) => geometry,
+                Some(Err(e)) => {
+                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    is_whole = false;
+                    continue;
+                }
+                None => continue,
+            };
             if !is_meant(args, &namespace, &geometry) {
                 continue;
             }
@@ -237,7 +248,7 @@ impl Sync<'_> {
             let items = slots.into_iter().map(|(_, _, key, bytes)| (key, bytes)).collect();
             jobs.push(Job { namespace, shard, geometry, chunks, items, limit });
         }
-        Ok(jobs)
+        Ok((jobs, is_whole))
     }
 
     /// The shards of the store, with what it has of them.

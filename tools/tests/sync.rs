@@ -129,6 +129,21 @@ fn a_folder_that_nobody_has_described_is_passed_over() {
 }
 
 #[test]
+fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
+    let w = World::new();
+    w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    let namespaces = w.run("ls a --namespaces --json").expect(0).json();
+    assert_eq!(namespaces.as_array().unwrap().len(), 2, "{namespaces}");
+    let (lost, kept) = (&namespaces[0], &namespaces[1]);
+    let place = ["namespace", "shard"].map(|field| lost[field].as_str().unwrap().to_owned()).join("/");
+    std::fs::remove_file(w.dir.path().join("a").join(&place).join("geometry.json")).unwrap();
+    let up = w.run(&format!("sync up a --remote {REMOTE} --json")).expect(3);
+    assert!(up.stderr.contains(&format!("passed over {place}")), "{}", up.stderr);
+    let shards = up.json()["shards"].clone();
+    assert_eq!((shards.as_array().unwrap().len(), &shards[0]["moved"]), (1, &kept["chunks"]), "{shards}");
+}
+
+#[test]
 fn damage_is_not_moved_either_way_and_is_told() {
     let w = World::new();
     let n = w.chunks("a").len() as u64;
