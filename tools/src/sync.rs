@@ -19,7 +19,7 @@ use forebay::format::record::{KeyKind, Record};
 use forebay::geometry::Geometry;
 use forebay::io::file_system_bytes;
 use forebay::key::ChunkKey;
-use forebay::log::fsck::live;
+use forebay::log::fsck::{LaneDir, live};
 use forebay::log::{Log, LogOptions, geometry_of};
 use forebay::remote::{Remote, RemoteObject, RemoteOptions, RemoteStats, RemoteStore};
 use forebay::{Error, ErrorKind, Result};
@@ -31,6 +31,7 @@ use crate::ls::{now_s, shards};
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::size::{parse_bytes, show_bytes};
+use crate::stat::reserved_bytes;
 use crate::stop;
 
 /// How often progress is looked at.
@@ -133,8 +134,12 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
             reports.push(sync.up(job)?);
         }
     } else {
-        for job in sync.remote_shards(args)?.iter().take_while(|_| !stop::asked()) {
-            reports.push(sync.down(job)?);
+        let jobs = sync.remote_shards(args)?;
+        let bytes = |job: &Job<RemoteObject>| job.items.iter().map(|object| object.bytes).sum::<u64>();
+        let mut rest: u64 = jobs.iter().map(bytes).sum();
+        for job in jobs.iter().take_while(|_| !stop::asked()) {
+            reports.push(sync.down(job, bytes(job) as f64 / rest.max(1) as f64)?);
+            rest -= bytes(job);
         }
     }
     if reports.is_empty() && args.namespace.is_some() && is_whole && !stop::asked() {
@@ -318,14 +323,16 @@ impl Sync<'_> {
         Ok(report)
     }
 
-    fn down(&self, job: &Job<RemoteObject>) -> Result<ShardReport> {
+    /// Brings a shard, which gets `share` of the room: a prompt is of use as far as all ranks of a
+    /// model have it.
+    fn down(&self, job: &Job<RemoteObject>, share: f64) -> Result<ShardReport> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "bring", job);
         let there = || job.items.iter().filter(|object| log.contains(&object.key)).count() as u64;
         let mut report = job.report();
         report.present = there();
-        let most = job.limit.min(self.room(&log)?);
+        let most = job.limit.min((self.room(job, &log)? as f64 * share) as u64);
         let fetch = remote.restore(Arc::clone(&log), (job.items.clone(), most), Instant::now() + LONGEST);
         while !stop::asked() && !fetch.wait(Instant::now() + TICK) {
             let stats = remote.stats();
@@ -343,13 +350,26 @@ impl Sync<'_> {
         Ok(report)
     }
 
-    /// Bytes that chunks may still fill without driving out others.
-    fn room(&self, log: &Log) -> Result<u64> {
-        let mut capacity = 0;
-        for drive in &self.settings.drives {
-            capacity += self.settings.drive_capacity_bytes(file_system_bytes(&drive.path)?.0);
+    /// Bytes that chunks may still fill without driving out others. Prompts are spread evenly over
+    /// the drives that take any, so the fullest of these decides.
+    fn room(&self, job: &Job<RemoteObject>, log: &Log) -> Result<u64> {
+        let mut rooms = Vec::new();
+        for (drive, stats) in self.settings.drives.iter().zip(log.stats().drives) {
+            if !stats.healthy || stats.draining {
+                continue;
+            }
+            let (size, free) = file_system_bytes(&drive.path)?;
+            let (lanes, _) = shards(&drive.path)?;
+            let is_own = |files: &LaneDir| (&files.namespace, &files.shard) == (&job.namespace, &job.shard);
+            let own = lanes.iter().filter(|(files, _)| files.first().is_some_and(is_own));
+            let spare: u64 = own.flat_map(|(_, raw)| raw).map(reserved_bytes).sum();
+            let capacity = self.settings.drive_capacity_bytes(size);
+            let of_capacity = capacity.saturating_sub(stats.disk_bytes.saturating_sub(spare));
+            let of_drive = free.saturating_add(spare).saturating_sub(self.settings.min_free_bytes(size));
+            let beside = (capacity as f64 * (1.0 - FILL)) as u64;
+            rooms.push(of_capacity.min(of_drive).saturating_sub(beside));
         }
-        Ok(((capacity as f64 * FILL) as u64).saturating_sub(log.stats().live_bytes))
+        Ok(rooms.iter().min().copied().unwrap_or(0).saturating_mul(rooms.len() as u64))
     }
 }
 

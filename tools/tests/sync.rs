@@ -144,6 +144,30 @@ fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
 }
 
 #[test]
+fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
+    let w = World::new();
+    for block in [8, 16] {
+        let layout = format!("--layout opaque --block-size {block}");
+        let store = format!("bench --rw store --model tiny {layout} --size 12m --bs 64k --keep --directory a --quiet");
+        w.run(&store).expect(0);
+    }
+    let namespaces = w.run("ls a --namespaces --json").expect(0).json();
+    let of_size = |ns: &&Value| ns["chunks"].as_u64() > Some(700);
+    let large: Vec<&str> =
+        namespaces.as_array().unwrap().iter().filter(of_size).map(|ns| ns["namespace"].as_str().unwrap()).collect();
+    assert_eq!(large.len(), 2, "{namespaces}");
+    large.iter().for_each(|ns| drop(w.sync(&format!("up a --namespace {ns}"), 0)));
+    let mut env = w.env();
+    env.push(("FOREBAY_CAPACITY".into(), "24MiB".into()));
+    let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+    let down = forebay_with(w.dir.path(), &["sync", "down", "b", "--remote", REMOTE, "--json"], &env).expect(0).json();
+    let moved: Vec<u64> = down["shards"].as_array().unwrap().iter().map(|s| s["moved"].as_u64().unwrap()).collect();
+    let there = w.run("ls b --namespaces --json").expect(0).json();
+    let there: Vec<u64> = there.as_array().unwrap().iter().map(|ns| ns["chunks"].as_u64().unwrap()).collect();
+    assert!(there == moved && moved.len() == 2 && moved.iter().all(|n| *n > 100), "{there:?}: {down}");
+}
+
+#[test]
 fn damage_is_not_moved_either_way_and_is_told() {
     let w = World::new();
     let n = w.chunks("a").len() as u64;
