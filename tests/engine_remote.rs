@@ -61,6 +61,22 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
 }
 
 #[test]
+fn a_store_without_conditional_puts_gets_each_chunk_too() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    server.spoil(|_, _| Spoil::NoConditions);
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = a.upload(&one, 1);
+    assert_eq!((remote(&one).uploaded, remote(&one).failing), (3, false));
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(b.check(&two, &p, &kv), N);
+    let puts = server.requests(&Method::PUT);
+    a.upload(&one, 2);
+    assert_eq!(server.requests(&Method::PUT), puts + 3, "it is not asked again");
+}
+
+#[test]
 fn what_lies_there_is_described_and_can_be_brought_without_its_prompts() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());

@@ -5,6 +5,7 @@
 //! files that it names and from the instance's role, and tries again with growing, random pauses.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -40,6 +41,8 @@ pub(super) struct RemoteBucket {
     prefix: Path,
     breaker: Breaker,
     timeout: Duration,
+    /// It has refused a conditional put as not implemented.
+    is_unconditional: AtomicBool,
 }
 
 /// What a request gives, or why it gives nothing.
@@ -61,7 +64,7 @@ impl RemoteBucket {
         let url = Url::parse(url).map_err(|e| bad(e.into()))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|e| bad(e.into()))?;
         let store = build(&url, &scheme, env, timeout).map_err(|e| bad(e.into()))?;
-        Ok(Self { store, prefix, breaker: Breaker::default(), timeout })
+        Ok(Self { store, prefix, breaker: Breaker::default(), timeout, is_unconditional: AtomicBool::new(false) })
     }
 
     /// The store itself, for requests that go past the breaker.
@@ -119,12 +122,12 @@ impl RemoteBucket {
             let options = PutOptions { mode, ..PutOptions::default() };
             self.ask(limit, self.store.put_opts(name, payload.clone(), options))
         };
-        if !replace {
+        if !replace && !self.is_unconditional.load(Ordering::Relaxed) {
             match put(PutMode::Create).await {
                 Ok(_) => return Ok(true),
                 Err(RemoteCause::Present) => return Ok(false),
                 // A store without conditional puts: the second to put writes the same once more.
-                Err(RemoteCause::Unsupported) => {}
+                Err(RemoteCause::Unsupported) => self.is_unconditional.store(true, Ordering::Relaxed),
                 Err(cause) => return Err(cause),
             }
         }
@@ -177,6 +180,8 @@ impl RemoteBucket {
             Err(StoreError::NotFound { .. }) => RemoteCause::Absent,
             Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => RemoteCause::Present,
             Err(StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }) => RemoteCause::Unsupported,
+            // The crate has this status in its text alone.
+            Err(e) if e.to_string().contains("501 Not Implemented") => RemoteCause::Unsupported,
             Err(e) => {
                 let refused = matches!(e, StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. });
                 admitted.failed(&e);
