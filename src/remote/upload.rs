@@ -212,6 +212,8 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 if codec.is_some() && !has_expired(shared, log, &chunk, (&name, size)).await? {
+                    // It may have come without its description, or that was deleted since.
+                    shared.describe().await;
                     return Ok(None);
                 }
                 replaces = true;

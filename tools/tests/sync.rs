@@ -129,6 +129,19 @@ fn a_folder_that_nobody_has_described_is_passed_over() {
 }
 
 #[test]
+fn a_description_that_was_deleted_comes_back_with_the_next_sync_up() {
+    let w = World::new();
+    let n = w.chunks("a").len() as u64;
+    w.sync("up a", 0);
+    let description = |w: &World| objects(w.root.path()).into_iter().find(|path| path.extension().is_some());
+    std::fs::remove_file(description(&w).unwrap()).unwrap();
+    let down = w.run(&format!("sync down b --remote {REMOTE}")).expect(0);
+    assert!(down.stderr.contains("and so does `forebay sync up`"), "{}", down.stderr);
+    assert_eq!(counts(&w.sync("up a", 0)), [n, n, 0, 0]);
+    assert_eq!(counts(&w.sync("down b", 0)), [n, 0, n, 0]);
+}
+
+#[test]
 fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
     let w = World::new();
     w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
