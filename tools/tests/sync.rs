@@ -181,6 +181,18 @@ fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
 }
 
 #[test]
+fn a_store_that_fails_keeps_no_shard_on_the_drives() {
+    let w = World::new();
+    w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    w.server.spoil(|_, _| Spoil::Status(500));
+    let purge = w.run(&format!("purge a --all --yes --remote {REMOTE} --json")).expect(1);
+    assert!(purge.stderr.contains("has not deleted everything"), "{}", purge.stderr);
+    let shards = purge.json()["shards"].clone();
+    let failed = shards.as_array().unwrap().iter().filter(|shard| shard["error"].is_string()).count();
+    assert_eq!((failed, w.chunks("a").len()), (2, 0), "{shards}");
+}
+
+#[test]
 fn damage_is_not_moved_either_way_and_is_told() {
     let w = World::new();
     let n = w.chunks("a").len() as u64;
