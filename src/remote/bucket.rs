@@ -31,7 +31,7 @@ const RETRIES: usize = 2;
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(5);
-/// Objects that are deleted with one time-out.
+/// Objects that are listed before they are deleted.
 const DELETED_AT_ONCE: usize = 1000;
 
 /// A place in a remote store.
@@ -134,23 +134,17 @@ impl RemoteBucket {
         put(PutMode::Overwrite).await.map(|_| true)
     }
 
-    /// Deletes objects; one that is not there counts as deleted.
+    /// Deletes objects; one that is not there counts as deleted. Stores that delete one by one may
+    /// take long: the time-out is for each answer.
     pub(super) async fn delete(&self, names: Vec<Path>) -> Answer<()> {
-        for some in names.chunks(DELETED_AT_ONCE) {
-            let some: Vec<Path> = some.to_vec();
-            let delete = async {
-                let mut ends = self.store.delete_stream(futures_util::stream::iter(some).map(Ok).boxed());
-                while let Some(end) = ends.next().await {
-                    match end {
-                        Ok(_) | Err(StoreError::NotFound { .. }) => {}
-                        Err(e) => return Err(e),
-                    }
-                }
-                Ok(())
-            };
-            self.ask(self.timeout, delete).await?;
+        let mut ends = self.store.delete_stream(futures_util::stream::iter(names).map(Ok).boxed());
+        loop {
+            match self.ask(self.timeout, ends.try_next()).await {
+                Ok(Some(_)) | Err(RemoteCause::Absent) => {}
+                Ok(None) => return Ok(()),
+                Err(cause) => return Err(cause),
+            }
         }
-        Ok(())
     }
 
     /// Deletes the objects below `prefix`.
@@ -241,4 +235,33 @@ fn build(
             return Err(StoreError::Generic { store: "remote_url", source });
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+    use object_store::throttle::{ThrottleConfig, ThrottledStore};
+
+    use super::*;
+
+    #[test]
+    fn deletions_one_by_one_may_take_longer_than_one_request() {
+        let each = Duration::from_millis(10);
+        let config = ThrottleConfig { wait_delete_per_call: each, ..ThrottleConfig::default() };
+        let bucket = RemoteBucket {
+            store: Box::new(ThrottledStore::new(InMemory::new(), config)),
+            prefix: Path::default(),
+            breaker: Breaker::default(),
+            timeout: 30 * each,
+            is_unconditional: AtomicBool::new(false),
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            for n in 0..60 {
+                assert_eq!(bucket.put(&bucket.name(["all", &n.to_string()]), Vec::new(), false).await, Ok(true));
+            }
+            assert_eq!(bucket.delete_below(&bucket.name(["all"])).await, Ok(()));
+            assert_eq!(bucket.head(&bucket.name(["all", "59"])).await, Err(RemoteCause::Absent));
+        });
+    }
 }
