@@ -181,6 +181,17 @@ fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
 }
 
 #[test]
+fn the_time_out_of_requests_can_be_set_as_errors_advise() {
+    let w = World::new();
+    w.server.spoil(|_, _| Spoil::Stall);
+    let mut env = w.env();
+    env.push(("FOREBAY_REMOTE_TIMEOUT_MS".into(), "100".into()));
+    let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+    let stat = forebay_with(w.dir.path(), &["stat", "a", "--remote", REMOTE], &env).expect(1).stderr;
+    assert!(stat.contains("within 100ms") && stat.contains("raise remote_timeout_ms"), "{stat}");
+}
+
+#[test]
 fn a_store_that_fails_keeps_no_shard_on_the_drives() {
     let w = World::new();
     w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
