@@ -77,6 +77,33 @@ fn a_store_without_conditional_puts_gets_each_chunk_too() {
 }
 
 #[test]
+fn a_tenant_at_its_quota_gives_up_its_own_for_a_prompt_and_does_not_end_a_restore() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b, mut c) = (Machine::new(&server), Machine::new(&server), Machine::new(&server));
+    let slot = SlotLayout::of_coded_chunk(&Shape::plain().geometry(), CHUNK as u32, SlotCodec::Exp4).slot_bytes;
+    b.world.settings.tenant_quota = Some(Capacity::Bytes(slot * 7 / 2));
+    c.world.settings.tenant_quota = Some(Capacity::Bytes(slot * 3 / 2));
+    let (one, two, three) = (a.open(), b.open(), c.open());
+    let (of_nobody, kv) = a.upload(&one, 1);
+    let extra = Extra { cache_salt: Some("acme".to_owned()), ..Extra::default() };
+    let salted = |engine: &Engine, seed| engine.prompt(&tokens(N, seed), &extra);
+    assert_eq!(store(&one, &salted(&one, 2), &kv, slots(N, 1)).stored, 3);
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!(store(&two, &salted(&two, 3), &kv, slots(N, 1)).stored, 3);
+    assert_eq!(fetch(&two, &salted(&two, 2)), Fetched { chunks: 3, stopped: None });
+
+    let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+    let store = RemoteStore::open(&options).unwrap();
+    let (namespace, shard) = store.shards().unwrap().pop().unwrap();
+    let objects = store.objects(&namespace, &shard).unwrap();
+    let into = Remote::open(&options, three.geometry()).unwrap();
+    let brought = wait(&into.restore(three.log().unwrap(), (objects, u64::MAX), later()));
+    assert_eq!(brought, Fetched { chunks: 4, stopped: None });
+    assert_eq!((matched(&three, &of_nobody), into.stats().missed("quota")), (N, 2));
+}
+
+#[test]
 fn what_lies_there_is_described_and_can_be_brought_without_its_prompts() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());

@@ -29,7 +29,7 @@ use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::slot::SlotHeader;
 use crate::io::Buf;
 use crate::key::ChunkKey;
-use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
+use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 
 /// Chunks of one prompt that are fetched at once.
@@ -144,6 +144,8 @@ impl Drop for Running {
 pub(super) struct Destination {
     pub(super) log: Arc<Log>,
     pub(super) memory: Option<Arc<MemoryTier>>,
+    /// Whether a tenant at its quota gives up chunks for those that come.
+    pub(super) evicts: bool,
 }
 
 /// What is to be brought.
@@ -265,12 +267,17 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
                 }
                 return end.map(|()| layout.slot_bytes);
             }
-            Ok(PutOutcome::NoRoom(_)) if full_since.get_or_insert_with(Instant::now).elapsed() >= ROOM_PATIENCE => {
-                return Err(RemoteCause::NoSpace);
+            // Another fetch or a store is storing it.
+            Ok(PutOutcome::AlreadyThere) => tokio::time::sleep(TRY_AGAIN).await,
+            Ok(PutOutcome::NotAdmitted(Refusal::Quota, _)) if !to.evicts => return Err(RemoteCause::Quota),
+            // Room is being made.
+            Ok(PutOutcome::NoRoom(_) | PutOutcome::NotAdmitted(Refusal::Quota, _)) => {
+                if full_since.get_or_insert_with(Instant::now).elapsed() >= ROOM_PATIENCE {
+                    return Err(RemoteCause::NoSpace);
+                }
+                tokio::time::sleep(TRY_AGAIN).await;
             }
-            // Another fetch or a store is storing it, or there is no room yet.
-            Ok(PutOutcome::AlreadyThere | PutOutcome::NoRoom(_)) => tokio::time::sleep(TRY_AGAIN).await,
-            Ok(PutOutcome::NotAdmitted(..)) => return Err(RemoteCause::NoSpace),
+            Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => return Err(RemoteCause::NoSpace),
             Err(e) if e.kind() == ErrorKind::Busy => return Err(RemoteCause::NoSpace),
             Err(e) if e.kind() == ErrorKind::Closed => return Err(RemoteCause::Closed),
             Err(_) => return Err(RemoteCause::Drive),

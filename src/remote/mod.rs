@@ -243,7 +243,7 @@ impl Remote {
         if wanted.is_empty() || self.thread.lock().is_none() {
             return Fetch::nothing();
         }
-        let to = fetch::Destination { log, memory };
+        let to = fetch::Destination { log, memory, evicts: true };
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Prompt(wanted)), deadline)
     }
 
@@ -254,7 +254,7 @@ impl Remote {
         if self.thread.lock().is_none() {
             return Fetch::nothing();
         }
-        let to = fetch::Destination { log, memory: None };
+        let to = fetch::Destination { log, memory: None, evicts: false };
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 

@@ -409,7 +409,8 @@ impl ShardReport {
     /// Takes over the counts of chunks that were not moved. That a chunk was not reached, or has
     /// left the drive, is no failure.
     fn fail(&mut self, causes: &[(&'static str, u64)]) {
-        let fails = |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space");
+        let fails =
+            |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space" | "quota");
         let failed = causes.iter().filter(|(cause, n)| *n > 0 && fails(cause));
         self.failed = failed.map(|(cause, n)| ((*cause).to_owned(), *n)).collect();
     }
