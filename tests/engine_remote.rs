@@ -273,7 +273,15 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
     let server = Server::start(root.path());
     let a = Machine::new(&server);
     let one = a.open();
-    server.spoil(|method, _| if *method == Method::PUT { Spoil::Unheard } else { Spoil::No });
+    // The first deletions of what was put all the same fail too.
+    let failures = Arc::new(AtomicU64::new(0));
+    let left = Arc::clone(&failures);
+    let fails = move || left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
+    server.spoil(move |method, _| match *method {
+        Method::PUT => Spoil::Unheard,
+        Method::POST if fails() => Spoil::Status(500),
+        _ => Spoil::No,
+    });
     let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
     assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
     while server.requests(&Method::PUT) < 3 {
@@ -281,6 +289,7 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
     }
     one.remove(&p).unwrap();
     assert!(server.puts().is_empty(), "the store gets them after the removal");
+    failures.store(12, Ordering::SeqCst);
     server.let_go();
     assert!(one.wait_uploaded(later()).unwrap());
     assert_eq!((server.puts().len(), remote(&one).uploaded), (3, 0));
