@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
+use rustix::fs::{Advice, AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::beneath;
@@ -384,6 +384,15 @@ impl DirectFile {
         self.file.sync_data().map_err(|e| Error::io("cannot flush", e).at(&self.path))
     }
 
+    /// Takes the file out of the page cache, but for what was not flushed yet.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn uncache(&self) -> Result<()> {
+        let ended = rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed);
+        ended.map_err(|e| Error::io("cannot take the file out of the page cache", e.into()).at(&self.path))
+    }
+
     /// Reads exactly `buf.len()` bytes at `offset`, blocking. For opening and recovery.
     ///
     /// # Errors
@@ -524,6 +533,26 @@ mod tests {
         DirectFile::open(&path, FileOptions::read_only()).unwrap().read_at(&mut page, 8192).unwrap();
         assert!(page.iter().all(|b| *b == 9));
         assert_eq!(file.read_at(&mut page, 12288).unwrap_err().kind(), ErrorKind::ShortIo);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no page cache")]
+    fn a_file_leaves_the_page_cache() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let file = DirectFile::open(dir.path().join("f"), FileOptions::create().buffered()).unwrap();
+        file.write_at(&[9; 8192], 0).unwrap();
+        file.sync_data().unwrap();
+        let cached = || {
+            let mut page = [0; 4096];
+            let flags = rustix::io::ReadWriteFlags::NOWAIT;
+            rustix::io::preadv2(&file, &mut [std::io::IoSliceMut::new(&mut page)], 0, flags)
+        };
+        if cached() == Err(Errno::OPNOTSUPP) {
+            return;
+        }
+        assert_eq!(cached(), Ok(4096));
+        file.uncache().unwrap();
+        assert_eq!(cached(), Err(Errno::AGAIN));
     }
 
     #[test]

@@ -14,7 +14,6 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
@@ -35,8 +34,8 @@ const SOCKET: &str = "memory.sock";
 const MOST_PEERS: usize = 256;
 /// Messages of one process that are answered before others get their turn.
 const IN_A_ROW: usize = 64;
-/// How soon it is tried again to let a process in that could not be.
-const AGAIN: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// The pause after which a connection is tried again that could not be accepted.
+const AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// A socket for datagrams in order, which learns when the other side is gone.
 pub(super) fn socket() -> std::io::Result<OwnedFd> {
@@ -120,16 +119,15 @@ impl Owner {
     pub(super) fn serve(&self, bell: &EventFd, is_over: impl Fn() -> bool) {
         let mut peers: Vec<Peer> = Vec::new();
         let mut buf = vec![0; MOST_BYTES];
-        // A process could not be let in: until then none is, since it goes on knocking.
-        let mut full_until: Option<Instant> = None;
+        let mut refused = None;
         while !is_over() {
             let ready: Vec<bool> = {
                 let sockets = peers.iter().map(|peer| PollFd::new(&peer.socket, PollFlags::IN));
-                full_until = full_until.filter(|until| Instant::now() < *until);
-                let knocks = if full_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
-                let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, knocks)];
+                // A connection that cannot be accepted would end each wait at once.
+                let accepts = if refused.is_none() { PollFlags::IN } else { PollFlags::empty() };
+                let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, accepts)];
                 polled.extend(sockets);
-                if let Err(e) = steps::poll(&mut polled, full_until.map(|_| &AGAIN))
+                if let Err(e) = steps::poll(&mut polled, refused.and(Some(&AGAIN)))
                     && e != Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
@@ -150,16 +148,19 @@ impl Owner {
                 }
             }
             peers = stays;
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match is_new.then(|| rustix::net::accept_with(&self.listener, flags)).transpose() {
+            let tries = is_new || refused.is_some();
+            match tries.then(|| rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)) {
                 // One too many is closed at once.
-                Ok(Some(socket)) if peers.len() < MOST_PEERS => peers.push(Peer::new(socket)),
-                Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "a process cannot use the memory tier (see RLIMIT_NOFILE of this one)");
-                    full_until = Some(Instant::now() + Duration::from_secs(1));
+                Some(Ok(socket)) if peers.len() < MOST_PEERS => peers.push(Peer::new(socket)),
+                Some(Err(e)) if !matches!(e, Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {
+                    if refused.replace(e) != Some(e) {
+                        tracing::warn!(error = %e, "the memory tier cannot lend frames to one more process; where it has too many files open, raise its limit (LimitNOFILE, ulimit -n)");
+                    }
+                    continue;
                 }
+                _ => {}
             }
+            refused = None;
         }
         self.end(peers);
     }

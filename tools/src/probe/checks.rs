@@ -3,7 +3,7 @@
 //! A `fail` keeps a cache from opening or from storing anything, a `warn` costs speed or safety.
 //! The judgement reads nothing itself, so that tests can give it any machine.
 
-use forebay::config::Settings;
+use forebay::config::{Mode, Settings};
 use forebay::{Error, io::IoPath};
 use serde::Serialize;
 
@@ -186,7 +186,7 @@ pub(super) fn directory(d: &Directory, settings: &Settings) -> Vec<Finding> {
     }
     all.extend(direct_io(d));
     all.extend(reserving(d));
-    all.extend(space(d, settings));
+    all.extend(space(d, settings).filter(|_| settings.mode == Mode::Rw));
     all.push(cache(d.cache.as_ref()));
     all
 }
