@@ -179,6 +179,9 @@ fn settings(args: &SyncArgs, up: bool) -> Result<Settings> {
     Ok(settings)
 }
 
+/// A chunk on a drive and its bytes there.
+type LocalChunk = (ChunkKey, u64);
+
 /// A shard and what of it is to be moved.
 struct Job<T> {
     namespace: String,
@@ -209,7 +212,7 @@ struct Sync<'a> {
 
 impl Sync<'_> {
     /// The shards of the drives, with the chunks of prompts that they hold; whether these are all.
-    fn local_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<(ChunkKey, u64)>>, bool)> {
+    fn local_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<LocalChunk>>, bool)> {
         let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
         let mut geometries: HashMap<(String, String), Result<Geometry>> = HashMap::new();
         let mut is_whole = true;
@@ -280,7 +283,7 @@ impl Sync<'_> {
         Ok(jobs)
     }
 
-    fn up(&self, job: &Job<(ChunkKey, u64)>) -> Result<ShardReport> {
+    fn up(&self, job: &Job<LocalChunk>) -> Result<ShardReport> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "upload", job);
