@@ -107,6 +107,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("remote_url", r#""redis://h:6379""#, "there is no remote tier over redis://; use an object store"),
     ("remote_url", r#""lm://h:65432""#, "there is no remote tier over lm://; use an object store"),
     ("remote_url", r#""bucket""#, "no address: it has no scheme"),
+    ("remote_url", r#""http://h/kv""#, "there is no remote tier over http://; use an object store"),
     ("remote_url", r#""https://me:secret@h/kv""#, "holds a user or a password; give credentials by the environment"),
     ("remote_serde", r#"[]"#, "invalid type"),
     ("remote_serde", r#""cachegen""#, "\"cachegen\" is not there"),

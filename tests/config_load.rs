@@ -191,6 +191,10 @@ fn variables_of_other_programs_do_not_stop_a_server() {
         ("LMCACHE_LOG_LEVEL", "INFO"),
         ("PATH", "/bin"),
         ("FOREBAY_", "x"),
+        // These three are Forebay's own, and no settings.
+        ("FOREBAY_LOG", "debug"),
+        ("FOREBAY_PROGRAM", "/opt/forebay"),
+        ("FOREBAY_CUFILE_PATH", "/opt/libcufile.so"),
     ];
     let (settings, warnings) = load("", &env).unwrap();
     assert_eq!(settings, Settings::default());

@@ -61,6 +61,49 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
 }
 
 #[test]
+fn a_store_without_conditional_puts_gets_each_chunk_too() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    server.spoil(|_, _| Spoil::NoConditions);
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = a.upload(&one, 1);
+    assert_eq!((remote(&one).uploaded, remote(&one).failing), (3, false));
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(b.check(&two, &p, &kv), N);
+    let puts = server.requests(&Method::PUT);
+    a.upload(&one, 2);
+    assert_eq!(server.requests(&Method::PUT), puts + 3, "it is not asked again");
+}
+
+#[test]
+fn a_tenant_at_its_quota_gives_up_its_own_for_a_prompt_and_does_not_end_a_restore() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b, mut c) = (Machine::new(&server), Machine::new(&server), Machine::new(&server));
+    let slot = SlotLayout::of_coded_chunk(&Shape::plain().geometry(), CHUNK as u32, SlotCodec::Exp4).slot_bytes;
+    b.world.settings.tenant_quota = Some(Capacity::Bytes(slot * 7 / 2));
+    c.world.settings.tenant_quota = Some(Capacity::Bytes(slot * 3 / 2));
+    let (one, two, three) = (a.open(), b.open(), c.open());
+    let (of_nobody, kv) = a.upload(&one, 1);
+    let extra = Extra { cache_salt: Some("acme".to_owned()), ..Extra::default() };
+    let salted = |engine: &Engine, seed| engine.prompt(&tokens(N, seed), &extra);
+    assert_eq!(store(&one, &salted(&one, 2), &kv, slots(N, 1)).stored, 3);
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!(store(&two, &salted(&two, 3), &kv, slots(N, 1)).stored, 3);
+    assert_eq!(fetch(&two, &salted(&two, 2)), Fetched { chunks: 3, stopped: None });
+
+    let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+    let store = RemoteStore::open(&options).unwrap();
+    let (namespace, shard) = store.shards().unwrap().pop().unwrap();
+    let objects = store.objects(&namespace, &shard).unwrap();
+    let into = Remote::open(&options, three.geometry()).unwrap();
+    let brought = wait(&into.restore(three.log().unwrap(), (objects, u64::MAX), later()));
+    assert_eq!(brought, Fetched { chunks: 4, stopped: None });
+    assert_eq!((matched(&three, &of_nobody), into.stats().missed("quota")), (N, 2));
+}
+
+#[test]
 fn what_lies_there_is_described_and_can_be_brought_without_its_prompts() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());
@@ -230,7 +273,15 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
     let server = Server::start(root.path());
     let a = Machine::new(&server);
     let one = a.open();
-    server.spoil(|method, _| if *method == Method::PUT { Spoil::Unheard } else { Spoil::No });
+    // The first deletions of what was put all the same fail too.
+    let failures = Arc::new(AtomicU64::new(0));
+    let left = Arc::clone(&failures);
+    let fails = move || left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
+    server.spoil(move |method, _| match *method {
+        Method::PUT => Spoil::Unheard,
+        Method::POST if fails() => Spoil::Status(500),
+        _ => Spoil::No,
+    });
     let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
     assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
     while server.requests(&Method::PUT) < 3 {
@@ -238,6 +289,7 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
     }
     one.remove(&p).unwrap();
     assert!(server.puts().is_empty(), "the store gets them after the removal");
+    failures.store(12, Ordering::SeqCst);
     server.let_go();
     assert!(one.wait_uploaded(later()).unwrap());
     assert_eq!((server.puts().len(), remote(&one).uploaded), (3, 0));

@@ -406,6 +406,44 @@ fn a_flush_that_takes_long_is_not_cufiles_fault() {
 }
 
 #[test]
+fn what_takes_long_after_cufiles_call_has_returned_is_not_its_fault() {
+    child("what_takes_long_after_cufiles_call_has_returned_is_not_its_fault", "nvfs").run(|| {
+        let w = World::open();
+        write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
+        w.standin.fault(Call::Read, 0, 1, Fault::Return(-5010));
+        w.mover.control.hold(true);
+        let c = wait(&*w.drive.read, w.read(0, IO_ALIGN).timeout(Duration::from_millis(200)));
+        assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(w.active(), IoPath::CufileGds, "{}", w.reason(IoPath::CufileGds));
+        w.mover.control.hold(false);
+        until("the read ends", || w.drive.read.in_flight() == 0);
+        assert_eq!((w.active(), w.mover.control.spares.load(Ordering::SeqCst)), (IoPath::CufileGds, 0));
+    });
+}
+
+#[test]
+fn a_call_that_began_late_has_not_hung_when_its_request_times_out() {
+    child("a_call_that_began_late_has_not_hung_when_its_request_times_out", "nvfs").run(|| {
+        let w = World::open_with(|o| IoOptions { numjobs: 1, ..o });
+        // Until its time-out the only thread flushes a file that is never flushed.
+        let (other_end, pipe) = std::io::pipe().unwrap();
+        let file = Arc::new(DirectFile::from_file(OwnedFd::from(pipe).into(), "pipe"));
+        let bytes = AlignedBuf::zeroed(4 * MIB).unwrap().into();
+        w.drive.write.submit(Request::write(Arc::clone(&file), 0, bytes, nobody)).unwrap();
+        let flush = Request::flush(file, nobody).timeout(Duration::from_millis(1500));
+        w.drive.write.submit(flush).unwrap();
+        w.standin.fault(Call::Write, 0, 1, Fault::Hang);
+        let write = Request::write(Arc::clone(&w.file), 0, filled(IO_ALIGN, 1), nobody);
+        let c = wait(&*w.drive.write, write.timeout(Duration::from_secs(2)));
+        assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(w.active(), IoPath::CufileGds, "half a second of its one: {}", w.reason(IoPath::CufileGds));
+        w.standin.release();
+        drop(other_end);
+        until("write and flush end", || w.drive.write.in_flight() == 0);
+    });
+}
+
+#[test]
 fn close_gives_up_on_a_hung_call_but_not_on_its_memory() {
     child("close_gives_up_on_a_hung_call_but_not_on_its_memory", "nvfs").run(|| {
         let w = World::open();

@@ -78,6 +78,7 @@ refused! {
     crash: "crash=driver_open" => "crashed", "signal 6", "--cufile-trial";
     wrong_bytes: "flip=1" => "other bytes than it had written";
     errno_of_permission: "write=-1;errno=13" => "not permitted", "cuFileWrite: Permission denied";
+    errno_of_a_full_drive: "write=-1;errno=28" => "no room", "cuFileWrite: No space left on device", "free some space";
     unknown_error: "read=-5999" => "does not work here", "cuFile error 5999", "cuFileRead";
 }
 

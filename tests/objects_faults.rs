@@ -13,7 +13,7 @@ use forebay::config::Capacity;
 use forebay::format::slot::SlotHeader;
 use forebay::io::{Fault, Op, Request};
 use forebay::key::object_key;
-use forebay::objects::{ObjectCause, ObjectGet, ObjectMemory, ObjectStore};
+use forebay::objects::{ObjectCause, ObjectGet, ObjectMemory, ObjectStore, object_digest};
 use objects_world::held::Hold;
 use objects_world::*;
 
@@ -126,6 +126,8 @@ fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
     let (late, missed): (Vec<_>, Vec<_>) = got.iter().partition(|(r, _)| r.cause == Some(ObjectCause::TimedOut));
     assert!(late.len() >= 4 && missed.iter().all(|(r, _)| r.cause == Some(ObjectCause::NotFound)));
     assert!(got.iter().all(|(_, bytes)| bytes.iter().all(|b| *b == 0xee)));
+    let digests: Vec<[u8; 32]> = keys.iter().map(|k| object_digest(k.as_bytes())).collect();
+    assert!(store.gone(&digests).iter().all(|gone| !gone), "what a drive does not answer for is not gone");
 }
 
 #[test]

@@ -78,7 +78,10 @@ fn what_was_cleared_stays_away() {
     assert!(put(&store, vec![object("a", 1, 100), object("b", 1, 17 * MIB)]).all_ok());
     assert!(put(&other, vec![object("c", 1, 100)]).all_ok());
     assert_eq!(store.pin(&[b"a".to_vec()], LONG), [true]);
+    let digests = [b"a", b"b", b"d"].map(|key| object_digest(key));
+    assert_eq!(other.gone(&digests), [false, false, true]);
     store.clear().unwrap();
+    assert_eq!(other.gone(&digests), [true; 3]);
     for store in [&store, &other] {
         assert_eq!(exists(store, &["a", "b", "c"]), [false; 3]);
         assert!(store.list(b"", 9, None).unwrap().is_empty());

@@ -327,6 +327,18 @@ impl PyObjectStore {
         self.evicted_missed.load(Ordering::Relaxed)
     }
 
+    /// Which of these digests (`object_digest`) are of objects that are not stored, whichever process
+    /// has removed them. No I/O, and no use of them.
+    fn gone(&self, py: Python<'_>, digests: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+        let store = self.get_store()?;
+        let digest = |given: PyResult<Bound<'_, PyAny>>| {
+            let wrong = |_| to_py(&invalid("a digest has 32 bytes"));
+            <[u8; 32]>::try_from(given?.cast::<PyBytes>()?.as_bytes()).map_err(wrong)
+        };
+        let digests = digests.try_iter()?.map(digest).collect::<PyResult<Vec<_>>>()?;
+        Ok(py.detach(|| store.gone(&digests)))
+    }
+
     /// Declares memory into which objects are read, and from which they are written, without a copy
     /// where it is aligned to 4 KiB. It is kept until the store is closed and gone.
     fn register_memory(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<()> {

@@ -152,6 +152,9 @@ def test_what_is_stored_can_be_counted_listed_pinned_and_cleared(objs: forebay.O
     assert (len(first), len(rest)) == (15, 5) and objs.list("other") == []
     assert dict(first + rest) == {key.encode(): n + 1 for n, key in enumerate(keys)}
     assert objs.drain_evicted() == [] and objs.evicted_missed == 0
+    assert objs.gone([forebay.object_digest(key) for key in ("page 0", "none")]) == [False, True]
+    with pytest.raises(forebay.InvalidInput, match="32"):
+        objs.gone([b"short"])
     assert len({forebay.object_digest(key) for key in keys}) == 20 and len(forebay.object_digest("k")) == 32
     objs.register_memory(bytearray(8192))
     objs.clear()

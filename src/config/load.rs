@@ -28,6 +28,9 @@ const FILE_KEY: &str = "config_file";
 /// A settings file has a few lines; a larger one was named by mistake.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
+/// Variables of Forebay that are not settings: of its program, and where it finds that and cuFile.
+const OTHERS: [&str; 3] = ["LOG", "PROGRAM", "CUFILE_PATH"];
+
 /// Variables of LMCache itself that are not settings of a cache, and what to use instead of those
 /// that a user would miss. A name that ends with `_` stands for all that begin with it.
 const LMCACHE_OTHERS: [(&str, &str); 14] = [
@@ -213,7 +216,8 @@ impl Loader {
         let mut layer = Flatten { layer: Layer::new(), warnings, strict: false };
         for (name, value) in &self.env {
             let Some(key) = name.strip_prefix(prefix) else { continue };
-            if key == CONFIG_FILE || key.is_empty() || value.is_empty() {
+            let is_own_other = prefix == OWN_PREFIX && OTHERS.contains(&key);
+            if key == CONFIG_FILE || key.is_empty() || value.is_empty() || is_own_other {
                 continue;
             }
             let is_other = |other: &str| key == other || other.ends_with('_') && key.starts_with(other);

@@ -119,7 +119,7 @@ fn serving(s: &Settings) -> Checked {
 }
 
 /// Schemes of the remote tier's address that are supported.
-const REMOTE_SCHEMES: [&str; 11] = ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "file"];
+const REMOTE_SCHEMES: [&str; 10] = ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "https", "file"];
 
 fn remote(s: &Settings) -> Checked {
     if let Some(url) = &s.remote_url {

@@ -89,7 +89,7 @@ impl Superblock {
             return Err(corrupt("not a Forebay superblock"));
         }
         let version = le::get_u32(b, 12);
-        let sum_is_right = le::get_u32(b, CRC_AT) == crc_with_hole(b, CRC_AT);
+        let sum_is_right = has_right_sum(b);
         let features = [le::get_u32(b, 16), le::get_u32(b, 20), le::get_u32(b, 24)];
         if version > VERSION || (sum_is_right && access(features[1], features[2]) == FeatureAccess::Refuse) {
             return Err(Error::new(
@@ -140,6 +140,9 @@ impl Superblock {
     pub fn newest(a: &[u8], b: &[u8]) -> Result<Self> {
         match (Self::decode(a), Self::decode(b)) {
             (Ok(a), Ok(b)) => Ok(if a.generation >= b.generation { a } else { b }),
+            // Also where damage has made its version a newer one.
+            (Ok(s), Err(_)) if !has_right_sum(b) => Ok(s),
+            (Err(_), Ok(s)) if !has_right_sum(a) => Ok(s),
             (Err(e), _) | (_, Err(e)) if e.kind() == ErrorKind::Incompatible => Err(e),
             (Ok(s), Err(_)) | (Err(_), Ok(s)) => Ok(s),
             (Err(e), Err(_)) => Err(e),
@@ -169,6 +172,10 @@ impl Superblock {
             && self.regions_offset <= 1 << 40;
         if sound { Ok(()) } else { Err(corrupt("a superblock's sizes contradict each other")) }
     }
+}
+
+fn has_right_sum(b: &[u8]) -> bool {
+    b.get(..PAGE_BYTES).is_some_and(|b| le::get_u32(b, CRC_AT) == crc_with_hole(b, CRC_AT))
 }
 
 fn put_text(b: &mut [u8], at: usize, text: &str) {

@@ -121,9 +121,14 @@ fn extents_start_on_64_kib_only_where_that_is_cheap() {
 fn the_newer_superblock_counts_and_a_damaged_one_is_passed_over() {
     let (a, b) = (superblock(4).encode(), superblock(5).encode());
     assert_eq!(Superblock::newest(&a, &b).unwrap().generation, 5);
-    let mut torn = b;
+    let mut torn = b.clone();
     torn[500] ^= 1;
     assert_eq!(Superblock::newest(&a, &torn).unwrap().generation, 4);
+    for bit in 0..32 {
+        let mut torn = b.clone();
+        torn[12 + bit / 8] ^= 1 << (bit % 8);
+        assert_eq!(Superblock::newest(&a, &torn).unwrap().generation, 4, "bit {bit} of the version");
+    }
     assert_eq!(Superblock::newest(&torn, &torn).unwrap_err().kind(), ErrorKind::Corrupt);
     assert_eq!(Superblock::newest(&[], &[]).unwrap_err().kind(), ErrorKind::Corrupt);
 }
@@ -132,6 +137,10 @@ fn the_newer_superblock_counts_and_a_damaged_one_is_passed_over() {
 fn a_newer_version_or_unknown_feature_is_refused_and_not_called_damage() {
     let mut future = superblock(1).encode();
     le::put_u32(&mut future, 12, VERSION + 1);
+    // Whose sum may lie elsewhere.
+    assert_eq!(Superblock::newest(&future, &future).unwrap_err().kind(), ErrorKind::Incompatible);
+    let sum = crc_with_hole(&future, 8);
+    le::put_u32(&mut future, 8, sum);
     assert_eq!(Superblock::newest(&future, &superblock(9).encode()).unwrap_err().kind(), ErrorKind::Incompatible);
     let odd = Superblock { features: [0, 0, 1], ..superblock(1) };
     assert_eq!(Superblock::decode(&odd.encode()).unwrap_err().kind(), ErrorKind::Incompatible);

@@ -14,12 +14,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
+use rustix::fs::{Advice, AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::beneath;
 use super::buffer::IO_ALIGN;
 use super::mount::{self, DiskFile};
+use super::os::boot_clock_ns;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How to open a [`DirectFile`].
@@ -70,6 +71,13 @@ pub struct Alignment {
     pub memory: usize,
     /// Alignment of file offset and length.
     pub offset: usize,
+}
+
+impl Alignment {
+    /// Whether what is aligned to [`IO_ALIGN`] is aligned so; false for 0.
+    fn is_kept(self) -> bool {
+        IO_ALIGN.is_multiple_of(self.memory) && IO_ALIGN.is_multiple_of(self.offset)
+    }
 }
 
 /// Notified when a file that it watches is about to be closed.
@@ -130,7 +138,7 @@ impl DirectFile {
             Ok(file) => {
                 let mut file = Self::wrap(file, path, true);
                 match dio_alignment(&file.file) {
-                    Some(a) if a.offset == 0 => file.make_buffered()?,
+                    Some(a) if !a.is_kept() => file.make_buffered()?,
                     Some(a) => file.alignment = a,
                     None => {}
                 }
@@ -160,10 +168,10 @@ impl DirectFile {
     /// As [`open`](Self::open).
     pub fn temporary_in(dir: impl AsRef<Path>) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!(".forebay-trial-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // The time tells apart processes with the same number, as in several containers.
+        let (process, now) = (std::process::id(), boot_clock_ns());
+        let name = format!(".forebay-trial-{process}-{now}-{}", NEXT.fetch_add(1, Ordering::Relaxed));
         let path = dir.as_ref().join(name);
-        // A process of the same number may have been killed before it had removed its own.
-        let _ = std::fs::remove_file(&path);
         let file = Self::open(&path, FileOptions { create_new: true, ..FileOptions::create() })?;
         std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the trial file", e).at(&path))?;
         Ok(file)
@@ -204,8 +212,8 @@ impl DirectFile {
         self.mounted = Some(body);
     }
 
-    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, or do it
-    /// through the page cache.
+    /// Turns `O_DIRECT` off again. For files of which `statx` says that they cannot do it, do it
+    /// through the page cache, or need it aligned to more than everything here is.
     fn make_buffered(&mut self) -> Result<()> {
         self.direct = false;
         self.alignment = Alignment { memory: 1, offset: 1 };
@@ -376,6 +384,15 @@ impl DirectFile {
         self.file.sync_data().map_err(|e| Error::io("cannot flush", e).at(&self.path))
     }
 
+    /// Takes the file out of the page cache, but for what was not flushed yet.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn uncache(&self) -> Result<()> {
+        let ended = rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed);
+        ended.map_err(|e| Error::io("cannot take the file out of the page cache", e.into()).at(&self.path))
+    }
+
     /// Reads exactly `buf.len()` bytes at `offset`, blocking. For opening and recovery.
     ///
     /// # Errors
@@ -519,6 +536,26 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri has no page cache")]
+    fn a_file_leaves_the_page_cache() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let file = DirectFile::open(dir.path().join("f"), FileOptions::create().buffered()).unwrap();
+        file.write_at(&[9; 8192], 0).unwrap();
+        file.sync_data().unwrap();
+        let cached = || {
+            let mut page = [0; 4096];
+            let flags = rustix::io::ReadWriteFlags::NOWAIT;
+            rustix::io::preadv2(&file, &mut [std::io::IoSliceMut::new(&mut page)], 0, flags)
+        };
+        if cached() == Err(Errno::OPNOTSUPP) {
+            return;
+        }
+        assert_eq!(cached(), Ok(4096));
+        file.uncache().unwrap();
+        assert_eq!(cached(), Err(Errno::AGAIN));
+    }
+
+    #[test]
     fn unaligned_direct_io_is_refused_before_the_kernel_sees_it() {
         let dir = tempfile::tempdir_in(".").unwrap();
         let file = DirectFile::open(dir.path().join("f"), FileOptions::create()).unwrap();
@@ -550,6 +587,14 @@ mod tests {
         file.punch_hole(0, 1 << 20).unwrap();
         assert!(file.allocated_bytes().unwrap() < 1 << 19);
         assert_eq!(file.len().unwrap(), 1 << 20);
+    }
+
+    #[test]
+    fn direct_io_is_used_only_where_pages_are_aligned_enough() {
+        for (memory, offset, is_kept) in [(4, 512, true), (512, 4096, true), (4, 16384, false), (8192, 512, false)] {
+            assert_eq!(Alignment { memory, offset }.is_kept(), is_kept, "{memory} {offset}");
+        }
+        assert!(!Alignment { memory: 1, offset: 0 }.is_kept(), "what statx says of files without direct I/O");
     }
 
     #[test]

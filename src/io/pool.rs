@@ -26,6 +26,8 @@ pub(super) struct BlockJob<'a> {
     pub(super) file: &'a Arc<DirectFile>,
     /// The deadline of the request that it is part of.
     pub(super) deadline: Instant,
+    /// To be called when what has a [`Transfer::patience`] has returned, where more is to come.
+    pub(super) returned: &'a dyn Fn(),
 }
 
 /// How the threads of a pool move a block.
@@ -121,11 +123,12 @@ impl PoolState {
         }
     }
 
-    fn call_ended(&mut self, at: usize) {
+    /// Forgets a transfer that has returned; `true` where it counted as hung.
+    fn call_ended(&mut self, at: usize) -> bool {
         self.running -= 1;
-        if self.calls.get_mut(at).and_then(Option::take).is_some_and(|c| c.hung) {
-            self.hung = self.hung.saturating_sub(1);
-        }
+        let hung = self.calls.get_mut(at).and_then(Option::take).is_some_and(|c| c.hung);
+        self.hung -= usize::from(hung);
+        hung
     }
 
     /// Marks the transfers that `which` chooses as hung; gives their jobs.
@@ -277,25 +280,30 @@ impl PoolShared {
         if patience.is_some_and(|p| state.watching_until.is_none_or(|t| p < t)) {
             self.watch.notify_one();
         }
-        let queued_bytes = state.running * piece.span.len;
-        let gauge = &self.frame.spec.gauge;
-        let block = BlockJob { piece, file: &file, deadline };
-        let moved = MutexGuard::unlocked(state, || match self.frame.spec.direction {
-            Direction::Read => {
-                let light = gauge.read_starts();
-                let start = Instant::now();
-                let moved = self.transfer.run(&block);
-                gauge.read_ends(start.elapsed().as_nanos() as u64, queued_bytes, light);
-                moved
-            }
+        let queued_bytes = (state.running - state.hung) * piece.span.len;
+        let (gauge, direction) = (&self.frame.spec.gauge, self.frame.spec.direction);
+        let returned = || {
+            let mut state = self.frame.state.lock();
+            state.calls.get_mut(at).into_iter().flatten().for_each(|call| call.patience = None);
+        };
+        let block = BlockJob { piece, file: &file, deadline, returned: &returned };
+        let light = match direction {
+            Direction::Read => gauge.read_starts(),
             Direction::Write => {
                 gauge.write_starts();
-                let moved = self.transfer.run(&block);
-                gauge.write_ends();
-                moved
+                false
             }
+        };
+        let (moved, latency) = MutexGuard::unlocked(state, || {
+            let start = Instant::now();
+            (self.transfer.run(&block), start.elapsed())
         });
-        state.call_ended(at);
+        match direction {
+            // It was reported when it was found to hang.
+            _ if state.call_ended(at) => {}
+            Direction::Read => gauge.read_ends(latency.as_nanos() as u64, queued_bytes, light),
+            Direction::Write => gauge.write_ends(),
+        }
         let suffers = self.frame.spec.options.write_throttle && gauge.reads_suffer();
         let before = state.window.allowed();
         state.window.write_ended(suffers);
@@ -313,14 +321,21 @@ impl PoolShared {
             let abandons = state.closing.abandons(now);
             let expired = if abandons { state.jobs.abandon(None) } else { state.jobs.expire(now) };
             let late = |c: &Call| c.patience.is_some_and(|p| p <= now) || expired.stuck.contains(&c.span.job);
-            let at_fault = state.calls.iter().flatten().any(|c| !c.hung && c.patience.is_some() && late(c));
+            // Not a call that began so late that its request timed out first.
+            let at_fault = state.calls.iter().flatten().any(|c| !c.hung && c.patience.is_some_and(|p| p <= now));
             let hung = state.hang(late);
+            let gauge = &self.frame.spec.gauge;
+            hung.iter().for_each(|_| match self.frame.spec.direction {
+                Direction::Read => gauge.read_leaves(),
+                Direction::Write => gauge.write_ends(),
+            });
             if !hung.is_empty() || !expired.ended.is_empty() {
                 if !hung.is_empty() {
-                    self.replace_hung(&mut state);
                     if at_fault {
+                        // Before spare threads are there, which would make such calls too.
                         MutexGuard::unlocked(&mut state, || self.transfer.hangs());
                     }
+                    self.replace_hung(&mut state);
                     self.serve_elsewhere(&mut state, hung);
                 }
                 MutexGuard::unlocked(&mut state, || {

@@ -2,7 +2,8 @@
 //! the better ones.
 //!
 //! Invariant: a path for host memory is active only after a write and a read through it, in the
-//! drive's directory or, without one, in memory. cuFile's paths are tried by `cufile/`; `bounce` is
+//! drive's directory or, without one or where the drive is full or does not answer in time, in
+//! memory. cuFile's paths are tried by `cufile/`; `bounce` is
 //! the host's path and a copy, and is not tried by itself.
 
 use std::fmt;
@@ -205,7 +206,15 @@ fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Started> 
         start(QueueSpec { direction, place: MemorySpace::Host, options, gauge, notes, stats: Arc::default() })
     };
     let (read, write) = (open(Direction::Read)?, open(Direction::Write)?);
-    trial(&*read, &*write, options.trial_dir.as_deref())?;
+    if let Err(e) = trial(&*read, &*write, options.trial_dir.as_deref()) {
+        if !matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::NoSpace) {
+            return Err(e);
+        }
+        // The drive or the machine was slow, or the drive full, which says nothing against this
+        // path: on another one it may just not be so any more.
+        trial(&*read, &*write, None)?;
+        notes.add(format!("the I/O path was tried in memory, not on the drive: {e}"));
+    }
     gauge.forget();
     for queue in [&read, &write] {
         queue.stats().forget();
@@ -243,7 +252,87 @@ fn trial_file(dir: Option<&Path>) -> Result<DirectFile> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::os::fd::OwnedFd;
+    use std::time::Instant;
+
     use super::*;
+    use crate::io::pool::Pool;
+    use crate::io::{IoStats, Rejected};
+
+    /// A pool that fails in this way but for files in memory.
+    struct Slow(Pool, ErrorKind);
+
+    impl Queue for Slow {
+        fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
+            if request.file.path() == Path::new("memory") {
+                return self.0.submit(request);
+            }
+            request.reject(Error::new(self.1, "the drive did not answer")).answer();
+            Ok(())
+        }
+        fn stats(&self) -> &Arc<IoStats> {
+            self.0.stats()
+        }
+        fn close(&self, deadline: Instant) -> Result<()> {
+            self.0.close(deadline)
+        }
+    }
+
+    impl QueueBackend for Slow {
+        fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected> {
+            self.0.submit_part(request, stats)
+        }
+    }
+
+    fn slow(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
+        Ok(Arc::new(Slow(threads::start(spec)?, ErrorKind::TimedOut)))
+    }
+
+    fn full(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
+        Ok(Arc::new(Slow(threads::start(spec)?, ErrorKind::NoSpace)))
+    }
+
+    fn broken(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
+        Ok(Arc::new(Slow(threads::start(spec)?, ErrorKind::Io)))
+    }
+
+    #[test]
+    fn a_drive_that_is_slow_or_full_while_it_is_tried_gets_the_best_path_all_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = IoOptions { trial_dir: Some(dir.path().to_path_buf()), ..IoOptions::default() };
+        let of = |uring: Start| {
+            select(&options, &[(IoPath::IoUring, uring), (IoPath::Threads, start_threads)]).unwrap().report
+        };
+        for drive in [slow as Start, full] {
+            let (report, in_words) = (of(drive), "in memory, not on the drive: the drive did not answer");
+            assert_eq!(report.active, IoPath::IoUring, "{:?}", report.reasons);
+            assert!(report.notes.list().iter().any(|note| note.contains(in_words)), "{:?}", report.notes);
+        }
+        assert_eq!(of(broken).active, IoPath::Threads, "an error may be the path's");
+    }
+
+    #[test]
+    fn a_read_that_hangs_slows_writes_only_until_it_is_given_up() {
+        for engine in [EngineChoice::Threads, EngineChoice::Uring] {
+            // Where a sandbox refuses io_uring there is nothing to see.
+            let Ok(host) = open_host(&IoOptions { engine, ..IoOptions::default() }) else { continue };
+            let (pipe, mut other_end) = std::io::pipe().unwrap();
+            let file = Arc::new(DirectFile::from_file(OwnedFd::from(pipe).into(), "pipe"));
+            let read = Request::read(file, 0, AlignedBuf::zeroed(IO_ALIGN).unwrap().into(), |_| {});
+            let ended = wait(&*host.read, read.timeout(Duration::from_millis(50)));
+            assert_eq!(ended.result.unwrap_err().kind(), ErrorKind::TimedOut);
+            assert!(!host.gauge.reads_suffer(), "{engine:?}: {:?}", host.gauge);
+            // io_uring has cancelled the read by then.
+            let _ = other_end.write_all(&[0; IO_ALIGN]);
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while host.read.in_flight() > 0 {
+                assert!(Instant::now() < deadline, "{engine:?}: the read does not end");
+                std::thread::yield_now();
+            }
+            assert!(!host.gauge.reads_suffer(), "{engine:?}: {:?}", host.gauge);
+        }
+    }
 
     fn refused(_: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
         Err(Error::io("io_uring cannot be set up", std::io::Error::from_raw_os_error(libc::ENOSYS)))

@@ -68,7 +68,7 @@ impl IoStats {
         self.in_flight.load(Ordering::Acquire)
     }
 
-    /// Starts from zero again, so that a backend's trial does not show. Nothing may be in flight.
+    /// Starts from zero again, so that a backend's trial does not show; what is in flight still is.
     pub(super) fn forget(&self) {
         for a in [&self.accepted, &self.rejected, &self.completed, &self.bytes, &self.errors, &self.timeouts] {
             a.store(0, Ordering::Relaxed);

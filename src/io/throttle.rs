@@ -82,6 +82,12 @@ impl ReadGauge {
         }
     }
 
+    /// A block of a read was given up. It may stay in the kernel for ever, but nobody waits for it:
+    /// its end is not reported.
+    pub(super) fn read_leaves(&self) {
+        self.reads.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Forgets all samples.
     pub(super) fn forget(&self) {
         self.light.store(0, Ordering::Relaxed);

@@ -161,7 +161,9 @@ impl Log {
             return Ok(());
         }
         let flushed = self.flush_until(deadline);
-        self.stop_threads(false);
+        // What a drive that answers has left is written in less.
+        let stop_by = deadline.max(Instant::now() + self.ctx.options.io_timeout);
+        self.stop_threads(Some(stop_by));
         self.volumes
             .iter()
             .filter(|v| !v.is_lost())
@@ -198,7 +200,7 @@ impl Log {
         if !self.ctx.close() {
             return;
         }
-        self.stop_threads(true);
+        self.stop_threads(None);
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
             lane.release();
         }
@@ -210,14 +212,16 @@ impl Log {
         self.volumes.iter().filter_map(|v| v.own()).filter_map(|l| Some(l.state().ok()?.segments.ready())).sum()
     }
 
-    fn stop_threads(&self, abandon: bool) {
+    /// Ends the threads: at once without `stop_by`, else when nothing is left to write, and soon
+    /// after `stop_by` at the latest.
+    fn stop_threads(&self, stop_by: Option<Instant>) {
         self.stop.store(true, Ordering::Release);
         for volume in &self.volumes {
             volume.wake();
             let Some(lane) = volume.own() else { continue };
             if let Ok(mut state) = lane.state() {
                 state.life.stop = true;
-                state.life.abandoned = abandon;
+                (state.life.stop_by, state.life.abandoned) = (stop_by, stop_by.is_none());
             }
             lane.work.notify_all();
             lane.progress.notify_all();

@@ -28,6 +28,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const TRIES: u32 = 50;
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
 
+/// By so many mounts a lane that cannot be read may be ahead of the others, of four million.
+const UNSEEN_MOUNTS: u64 = 1 << 12;
+
 /// What was removed from a shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Purged {
@@ -143,7 +146,11 @@ impl LockedShard {
                 page.raise_to(stored);
                 page.next_seq()
             }
-            None => Ok((stored + 1).max((mount + 1) << 40)),
+            // A lane that cannot be read, and that fsck may restore, can have been mounted later.
+            None => {
+                let ahead = if self.lanes.iter().any(|l| l.raw.is_err()) { UNSEEN_MOUNTS } else { 1 };
+                Ok((stored + 1).max((mount + ahead) << 40))
+            }
         }
     }
 

@@ -37,7 +37,7 @@ pub(super) fn list(
         if found.len() >= limit {
             break;
         }
-        let Some(head) = log.locate(&half, core.pin()) else { continue };
+        let Some(head) = log.hold(&half, core.pin()) else { continue };
         let Some((key, name)) = name_of(core, log, head.clone())? else { continue };
         if object_key(&name) == key
             && name.starts_with(prefix)

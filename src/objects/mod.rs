@@ -254,6 +254,7 @@ impl ObjectStore {
     /// all the same.
     pub fn pin(&self, keys: &[Vec<u8>], time: Duration) -> Vec<bool> {
         let Some(log) = self.log() else { return vec![false; keys.len()] };
+        self.core.pins.drop_expired();
         let pin = |name: &Vec<u8>| {
             let find = || get::find(&log, name, time).map(get::FoundObject::into_chunks);
             names::is_name(name) && self.core.pins.add(object_key(name), time, find)
@@ -298,6 +299,18 @@ impl ObjectStore {
     #[must_use]
     pub fn drain_evicted(&self) -> Evicted {
         self.log().map(|log| self.core.losses.take(&log)).unwrap_or_default()
+    }
+
+    /// Which of these digests ([`object_digest`]) are of objects that are not stored, whichever
+    /// process has removed them. No I/O; does not count as a use. None is gone where the store is
+    /// disabled or closed, or a drive does not answer.
+    #[must_use]
+    pub fn gone(&self, digests: &[[u8; 32]]) -> Vec<bool> {
+        let none = || vec![false; digests.len()];
+        let Some(log) = self.log().filter(|log| log.answers()) else { return none() };
+        let is_gone = |digest: &[u8; 32]| get::presence(&log, &ChunkKey(*digest)) != get::Presence::Whole;
+        let gone = digests.iter().map(is_gone).collect();
+        if log.answers() { gone } else { none() }
     }
 
     /// Declares memory of the caller's into which objects are read, and from which they are

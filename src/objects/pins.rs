@@ -29,9 +29,7 @@ impl ObjectPins {
     /// Pins what `find` leases for `time`; `false` where it finds nothing or may not lease it.
     pub(super) fn add(&self, key: ChunkKey, time: Duration, find: impl FnOnce() -> Option<Vec<Chunk>>) -> bool {
         let now = Instant::now();
-        let until = now.checked_add(time).unwrap_or(now);
-        let over = self.take_where(|_, pinned| pinned.until <= now);
-        drop(over);
+        let until = now.checked_add(time).unwrap_or(now + Duration::from_secs(1 << 30));
         let Some(leases) = find().filter(|chunks| chunks.iter().all(Chunk::is_leased)) else { return false };
         let mut pins = self.0.lock();
         if !pins.contains_key(&key) && pins.len() >= MOST {
@@ -67,10 +65,12 @@ impl ObjectPins {
         drop(std::mem::take(&mut *self.0.lock()));
     }
 
-    /// Takes out the pins that `over` names. The caller drops them outside of the lock, as that
-    /// ends leases.
-    fn take_where(&self, over: impl Fn(&ChunkKey, &PinnedObject) -> bool) -> Vec<PinnedObject> {
-        let mut pins = self.0.lock();
-        pins.extract_if(|key, pinned| over(key, pinned)).map(|(_, pinned)| pinned).collect()
+    /// Drops the pins whose time is over. Looks at all of them, so once for a batch of keys.
+    pub(super) fn drop_expired(&self) {
+        let now = Instant::now();
+        let over: Vec<PinnedObject> =
+            self.0.lock().extract_if(|_, pinned| pinned.until <= now).map(|(_, pinned)| pinned).collect();
+        // Not under the lock, as that ends leases.
+        drop(over);
     }
 }

@@ -31,7 +31,7 @@ use super::groups::{GroupLimits, GroupSpan, layer_groups};
 use super::load::LoadPump;
 use super::PipelineOptions;
 use super::seam::ChunkSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::crc;
 use crate::io::{Completion, Request};
 use crate::key::ChunkKey;
@@ -40,6 +40,8 @@ use crate::tier::{Filling, Hit, MemoryTier, Rank};
 /// Of all frames, one in this many may be held for loads to come: the rest is for the chunks that
 /// were used last.
 const HELD_SHARE: usize = 2;
+/// How long to wait before a full I/O queue is tried again.
+const RETRY: Duration = Duration::from_millis(1);
 
 /// Finds a chunk of a prefetch by its place in the prefix, when it is about to be read; `None` at
 /// the end of what is stored.
@@ -169,8 +171,8 @@ enum FetchEnd {
     Well(Vec<u32>),
     /// It is damaged, or could not be read.
     Bad(MissCause),
-    /// It was given up: cancelled, refused by a full queue, or read into other memory than the
-    /// frame.
+    /// It was given up: cancelled, refused by a queue that was full for long, or read into other
+    /// memory than the frame.
     Not,
 }
 
@@ -194,7 +196,7 @@ impl Prefetch {
     /// As [`Prefetch::wait`], but for at most `timeout`; `None` where it is still under way then.
     #[must_use]
     pub fn wait_for(&self, timeout: Duration) -> Option<PrefetchResult> {
-        let until = Instant::now() + timeout;
+        let Some(until) = Instant::now().checked_add(timeout) else { return Some(self.wait()) };
         let mut state = self.0.state.lock();
         while !state.is_over {
             if self.0.changed.wait_until(&mut state, until).timed_out() && !state.is_over {
@@ -500,6 +502,7 @@ impl PrefetchPump {
         let pieces: Vec<FetchPiece> = groups.into_iter().enumerate().filter_map(piece).collect();
         let (ended, ends) = crossbeam_channel::unbounded::<(usize, Completion)>();
         let (mut next, mut left, mut in_flight) = (0, pieces.len(), 0);
+        let mut refused_since: Option<Instant> = None;
         let mut found = SeenCrcs { expected: None, crcs: vec![0; layout.extents.len()] };
         while left > 0 {
             let seen = self.bell.rung();
@@ -518,6 +521,7 @@ impl PrefetchPump {
             }
             let fits = |piece: &&FetchPiece| in_flight == 0 || in_flight + piece.span.len <= self.window_bytes;
             let Some(piece) = pieces.get(next).filter(fits).filter(|_| self.loads.active() == 0) else {
+                refused_since = None;
                 self.bell.wait(seen);
                 continue;
             };
@@ -531,9 +535,17 @@ impl PrefetchPump {
             let request = source.request(piece.span.offset, part, done).timeout(self.io_timeout);
             let request = Request { buf_offset: piece.span.buf_offset, len: piece.span.len, ..request };
             if let Err(rejected) = source.submit(request) {
-                tracing::debug!(error = %rejected.error, "a prefetch was refused by the drive's queue");
-                return FetchEnd::Not;
+                let since = *refused_since.get_or_insert_with(Instant::now);
+                if rejected.error.kind() != ErrorKind::Busy || since.elapsed() >= self.io_timeout {
+                    tracing::debug!(error = %rejected.error, "a prefetch was refused by the drive's queue");
+                    return FetchEnd::Not;
+                }
+                // The queue may still have what loads read that were cancelled.
+                drop(rejected);
+                thread::sleep(RETRY);
+                continue;
             }
+            refused_since = None;
             in_flight += piece.span.len;
             next += 1;
         }

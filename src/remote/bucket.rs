@@ -5,6 +5,7 @@
 //! files that it names and from the instance's role, and tries again with growing, random pauses.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -30,7 +31,7 @@ const RETRIES: usize = 2;
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(5);
-/// Objects that are deleted with one time-out.
+/// Objects that are listed before they are deleted.
 const DELETED_AT_ONCE: usize = 1000;
 
 /// A place in a remote store.
@@ -40,6 +41,8 @@ pub(super) struct RemoteBucket {
     prefix: Path,
     breaker: Breaker,
     timeout: Duration,
+    /// It has refused a conditional put as not implemented.
+    is_unconditional: AtomicBool,
 }
 
 /// What a request gives, or why it gives nothing.
@@ -61,7 +64,7 @@ impl RemoteBucket {
         let url = Url::parse(url).map_err(|e| bad(e.into()))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|e| bad(e.into()))?;
         let store = build(&url, &scheme, env, timeout).map_err(|e| bad(e.into()))?;
-        Ok(Self { store, prefix, breaker: Breaker::default(), timeout })
+        Ok(Self { store, prefix, breaker: Breaker::default(), timeout, is_unconditional: AtomicBool::new(false) })
     }
 
     /// The store itself, for requests that go past the breaker.
@@ -119,35 +122,29 @@ impl RemoteBucket {
             let options = PutOptions { mode, ..PutOptions::default() };
             self.ask(limit, self.store.put_opts(name, payload.clone(), options))
         };
-        if !replace {
+        if !replace && !self.is_unconditional.load(Ordering::Relaxed) {
             match put(PutMode::Create).await {
                 Ok(_) => return Ok(true),
                 Err(RemoteCause::Present) => return Ok(false),
                 // A store without conditional puts: the second to put writes the same once more.
-                Err(RemoteCause::Unsupported) => {}
+                Err(RemoteCause::Unsupported) => self.is_unconditional.store(true, Ordering::Relaxed),
                 Err(cause) => return Err(cause),
             }
         }
         put(PutMode::Overwrite).await.map(|_| true)
     }
 
-    /// Deletes objects; one that is not there counts as deleted.
+    /// Deletes objects; one that is not there counts as deleted. Stores that delete one by one may
+    /// take long: the time-out is for each answer.
     pub(super) async fn delete(&self, names: Vec<Path>) -> Answer<()> {
-        for some in names.chunks(DELETED_AT_ONCE) {
-            let some: Vec<Path> = some.to_vec();
-            let delete = async {
-                let mut ends = self.store.delete_stream(futures_util::stream::iter(some).map(Ok).boxed());
-                while let Some(end) = ends.next().await {
-                    match end {
-                        Ok(_) | Err(StoreError::NotFound { .. }) => {}
-                        Err(e) => return Err(e),
-                    }
-                }
-                Ok(())
-            };
-            self.ask(self.timeout, delete).await?;
+        let mut ends = self.store.delete_stream(futures_util::stream::iter(names).map(Ok).boxed());
+        loop {
+            match self.ask(self.timeout, ends.try_next()).await {
+                Ok(Some(_)) | Err(RemoteCause::Absent) => {}
+                Ok(None) => return Ok(()),
+                Err(cause) => return Err(cause),
+            }
         }
-        Ok(())
     }
 
     /// Deletes the objects below `prefix`.
@@ -177,6 +174,8 @@ impl RemoteBucket {
             Err(StoreError::NotFound { .. }) => RemoteCause::Absent,
             Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => RemoteCause::Present,
             Err(StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }) => RemoteCause::Unsupported,
+            // The crate has this status in its text alone.
+            Err(e) if e.to_string().contains("501 Not Implemented") => RemoteCause::Unsupported,
             Err(e) => {
                 let refused = matches!(e, StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. });
                 admitted.failed(&e);
@@ -236,4 +235,33 @@ fn build(
             return Err(StoreError::Generic { store: "remote_url", source });
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+    use object_store::throttle::{ThrottleConfig, ThrottledStore};
+
+    use super::*;
+
+    #[test]
+    fn deletions_one_by_one_may_take_longer_than_one_request() {
+        let each = Duration::from_millis(10);
+        let config = ThrottleConfig { wait_delete_per_call: each, ..ThrottleConfig::default() };
+        let bucket = RemoteBucket {
+            store: Box::new(ThrottledStore::new(InMemory::new(), config)),
+            prefix: Path::default(),
+            breaker: Breaker::default(),
+            timeout: 30 * each,
+            is_unconditional: AtomicBool::new(false),
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            for n in 0..60 {
+                assert_eq!(bucket.put(&bucket.name(["all", &n.to_string()]), Vec::new(), false).await, Ok(true));
+            }
+            assert_eq!(bucket.delete_below(&bucket.name(["all"])).await, Ok(()));
+            assert_eq!(bucket.head(&bucket.name(["all", "59"])).await, Err(RemoteCause::Absent));
+        });
+    }
 }

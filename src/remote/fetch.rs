@@ -29,7 +29,7 @@ use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::slot::SlotHeader;
 use crate::io::Buf;
 use crate::key::ChunkKey;
-use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
+use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 
 /// Chunks of one prompt that are fetched at once.
@@ -41,6 +41,8 @@ const WRITTEN_AT_ONCE: usize = 2 << 20;
 /// The pause after which a put is tried again that found no room, or its key being stored by
 /// another.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
+/// How long a put that finds no room is tried again: what fills the drive may be another model's.
+const ROOM_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A fetch under way. Dropping it cancels it; what it has brought stays.
 #[derive(Debug)]
@@ -142,6 +144,8 @@ impl Drop for Running {
 pub(super) struct Destination {
     pub(super) log: Arc<Log>,
     pub(super) memory: Option<Arc<MemoryTier>>,
+    /// Whether a tenant at its quota gives up chunks for those that come.
+    pub(super) evicts: bool,
 }
 
 /// What is to be brought.
@@ -238,7 +242,7 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
 
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
 pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
-    let mut room = None;
+    let (mut room, mut full_since) = (None, None);
     let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
     let chunk_tokens = u64::from(to.log.geometry().chunk_tokens);
     (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * chunk_tokens);
@@ -263,9 +267,17 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
                 }
                 return end.map(|()| layout.slot_bytes);
             }
-            // Another fetch or a store is storing it, or there is no room yet.
-            Ok(PutOutcome::AlreadyThere | PutOutcome::NoRoom(_)) => tokio::time::sleep(TRY_AGAIN).await,
-            Ok(PutOutcome::NotAdmitted(..)) => return Err(RemoteCause::NoSpace),
+            // Another fetch or a store is storing it.
+            Ok(PutOutcome::AlreadyThere) => tokio::time::sleep(TRY_AGAIN).await,
+            Ok(PutOutcome::NotAdmitted(Refusal::Quota, _)) if !to.evicts => return Err(RemoteCause::Quota),
+            // Room is being made.
+            Ok(PutOutcome::NoRoom(_) | PutOutcome::NotAdmitted(Refusal::Quota, _)) => {
+                if full_since.get_or_insert_with(Instant::now).elapsed() >= ROOM_PATIENCE {
+                    return Err(RemoteCause::NoSpace);
+                }
+                tokio::time::sleep(TRY_AGAIN).await;
+            }
+            Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => return Err(RemoteCause::NoSpace),
             Err(e) if e.kind() == ErrorKind::Busy => return Err(RemoteCause::NoSpace),
             Err(e) if e.kind() == ErrorKind::Closed => return Err(RemoteCause::Closed),
             Err(_) => return Err(RemoteCause::Drive),

@@ -25,7 +25,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -66,6 +65,8 @@ use upload::Uploads;
 const THREADS: usize = 2;
 /// Threads for what blocks: CRCs of uploads, and blocking calls of the crate `object_store`.
 const BLOCKING_THREADS: usize = 4;
+/// How long a shard counts as described: a bucket's lifecycle rule may delete the description.
+const DESCRIBED_FOR: Duration = Duration::from_secs(3600);
 
 /// What the tier is opened with.
 #[derive(Clone, Debug)]
@@ -103,7 +104,8 @@ struct Shared {
     shard: String,
     /// The geometry as JSON; `None` where the tier was opened without it.
     geometry: Option<Vec<u8>>,
-    is_described: AtomicBool,
+    /// When the geometry was put last.
+    described: Mutex<Option<Instant>>,
     known: KnownObjects,
     counters: Counters,
     uploads: Uploads,
@@ -123,15 +125,21 @@ impl Shared {
         self.bucket.name([&*self.namespace, &*self.shard, &format!("{tenant:016x}"), &key.to_hex()])
     }
 
-    /// Puts the geometry beside the chunks, once, for tools. Where that fails it is tried again
-    /// with the next upload.
+    /// Puts the geometry beside the chunks, for tools. Where that fails it is tried again with the
+    /// next upload.
     async fn describe(&self) {
-        let Some(geometry) = self.geometry.as_ref().filter(|_| !self.is_described.swap(true, Ordering::Relaxed)) else {
-            return;
-        };
+        let Some(geometry) = &self.geometry else { return };
+        {
+            let mut described = self.described.lock();
+            if described.is_some_and(|at| at.elapsed() < DESCRIBED_FOR) {
+                return;
+            }
+            *described = Some(Instant::now());
+        }
         let name = describing(&self.bucket, &self.namespace, &self.shard);
-        let put = self.bucket.put(&name, vec![geometry.clone().into()], false).await;
-        self.is_described.store(put.is_ok(), Ordering::Relaxed);
+        if self.bucket.put(&name, vec![geometry.clone().into()], false).await.is_err() {
+            *self.described.lock() = None;
+        }
     }
 }
 
@@ -179,7 +187,7 @@ impl Remote {
             namespace,
             shard,
             geometry,
-            is_described: AtomicBool::new(false),
+            described: Mutex::new(None),
             known: KnownObjects::default(),
             counters: Counters::default(),
             uploads: Uploads::default(),
@@ -235,7 +243,7 @@ impl Remote {
         if wanted.is_empty() || self.thread.lock().is_none() {
             return Fetch::nothing();
         }
-        let to = fetch::Destination { log, memory };
+        let to = fetch::Destination { log, memory, evicts: true };
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Prompt(wanted)), deadline)
     }
 
@@ -246,7 +254,7 @@ impl Remote {
         if self.thread.lock().is_none() {
             return Fetch::nothing();
         }
-        let to = fetch::Destination { log, memory: None };
+        let to = fetch::Destination { log, memory: None, evicts: false };
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 

@@ -4,9 +4,11 @@
 //! order of their chains: what has come is of use however early the work ends. Each chunk is then
 //! brought as for a prompt, with all checks.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use futures_util::StreamExt;
+use parking_lot::Mutex;
 
 use super::Shared;
 use super::fetch::{self, AT_ONCE, Destination, FetchState};
@@ -49,8 +51,19 @@ pub(super) async fn run(
         bytes <= most
     };
     let wanted: Vec<Wanted> = described.into_iter().take_while(fits).map(|(wanted, _)| wanted).collect();
+    // Each further chunk of such a tenant would have it give up one.
+    let full_tenants = &Mutex::new(HashSet::new());
     let mut all = futures_util::stream::iter(wanted)
-        .map(|wanted| async move { again(|| fetch::bring(shared, to, &wanted, 0)).await })
+        .map(|wanted| async move {
+            if full_tenants.lock().contains(&wanted.tenant) {
+                return Err(RemoteCause::Quota);
+            }
+            let end = again(|| fetch::bring(shared, to, &wanted, 0)).await;
+            if end == Err(RemoteCause::Quota) {
+                full_tenants.lock().insert(wanted.tenant);
+            }
+            end
+        })
         .buffered(AT_ONCE);
     while let Some(end) = all.next().await {
         match end {

@@ -21,6 +21,8 @@ pub(super) enum RemoteCause {
     CircuitOpen,
     /// The drive has no room, or its limits do not admit it.
     NoSpace,
+    /// The tenant's chunks take all that one tenant may, and none of them is to be evicted for it.
+    Quota,
     /// The drive failed.
     Drive,
     /// The caller does not want it any more, or it was removed meanwhile.
@@ -39,7 +41,7 @@ pub(super) enum RemoteCause {
 
 impl RemoteCause {
     /// All of them.
-    pub(super) const ALL: [Self; 15] = [
+    pub(super) const ALL: [Self; 16] = [
         Self::Absent,
         Self::TimedOut,
         Self::Io,
@@ -48,6 +50,7 @@ impl RemoteCause {
         Self::Expired,
         Self::CircuitOpen,
         Self::NoSpace,
+        Self::Quota,
         Self::Drive,
         Self::Cancelled,
         Self::QueueFull,
@@ -68,6 +71,7 @@ impl RemoteCause {
             Self::Expired => "expired",
             Self::CircuitOpen => "circuit_open",
             Self::NoSpace => "no_space",
+            Self::Quota => "quota",
             Self::Drive => "drive",
             Self::Cancelled => "cancelled",
             Self::QueueFull => "queue_full",

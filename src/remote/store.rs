@@ -206,6 +206,8 @@ fn explained(what: &str, e: StoreError) -> Error {
     let known = "check the credentials in the environment";
     let absent = "make the bucket, or correct remote_url";
     let (kind, advice) = match (&e, connection) {
+        _ if text.contains("RequestTimeTooSkewed") => (ErrorKind::Permission, "set the clock of this machine"),
+        _ if text.contains("ExpiredToken") => (ErrorKind::Permission, known),
         (StoreError::Unauthenticated { .. }, _) => (ErrorKind::Permission, known),
         (StoreError::PermissionDenied { .. }, _) => (ErrorKind::Permission, rights),
         (StoreError::NotFound { .. }, _) => (ErrorKind::NotFound, absent),
@@ -234,6 +236,18 @@ fn explained(what: &str, e: StoreError) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_s3_says_of_clock_and_token_is_no_question_of_rights() {
+        for (code, advice) in [("RequestTimeTooSkewed", "the clock"), ("ExpiredToken", "check the credentials")] {
+            let source = || format!("403 Forbidden: <Error><Code>{code}</Code></Error>").into();
+            let refused = StoreError::PermissionDenied { path: "a".to_owned(), source: source() };
+            for e in [refused, StoreError::Generic { store: "S3", source: source() }] {
+                let said = explained("put", e).to_string();
+                assert!(said.contains(advice) && !said.contains("the right to get"), "{said}");
+            }
+        }
+    }
 
     #[test]
     fn only_the_names_of_chunks_are_taken_for_chunks() {

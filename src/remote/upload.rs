@@ -35,7 +35,7 @@ const GIVES_WAY: Duration = Duration::from_millis(10);
 const LEASE: Duration = Duration::from_secs(60);
 /// How often the upload of a chunk is tried.
 const TRIES: u32 = 3;
-/// The pause after which it is tried again to ask a store that is left alone.
+/// The pause after which a store that fails is asked again.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 /// A chunk that waits.
@@ -203,7 +203,7 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
 /// Uploads a chunk; its bytes, or `None` where the store had it.
 async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
-    let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
+    let chunk = log.hold(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
     let mut replaces = known == Some(RemotePresence::Damaged);
     if !replaces {
@@ -212,6 +212,8 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 if codec.is_some() && !has_expired(shared, log, &chunk, (&name, size)).await? {
+                    // It may have come without its description, or that was deleted since.
+                    shared.describe().await;
                     return Ok(None);
                 }
                 replaces = true;
@@ -230,7 +232,13 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     // Also where the put has failed: the store may have the object all the same.
     if !is_still_there(log, &chunk) {
         shared.known.set(key, RemotePresence::Absent);
-        shared.bucket.delete(vec![name]).await?;
+        // A further try of this chunk would not come here: it is on no drive.
+        while let Err(cause) = shared.bucket.delete(vec![name.clone()]).await {
+            if !matches!(cause, RemoteCause::CircuitOpen | RemoteCause::Io | RemoteCause::TimedOut) {
+                return Err(cause);
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
         return Err(RemoteCause::Gone);
     }
     let is_new = put?;

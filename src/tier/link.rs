@@ -62,7 +62,8 @@ impl FrameLink {
         let failed = |e: std::io::Error| Error::io("cannot reach the process that has the memory tier's frames", e);
         let socket = socket().map_err(failed)?;
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).map_err(|e| failed(e.into()))?;
-        // `connect` waits so long where the owner's backlog is full.
+        // `connect` waits so long where the owner's backlog is full, and a message where the owner
+        // has yet to take many others, as when a long load gives its frames back.
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(PATIENCE)).map_err(|e| failed(e.into()))?;
         at_socket(dir, |address| rustix::net::connect(&socket, address)).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {

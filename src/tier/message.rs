@@ -65,7 +65,7 @@ pub(super) enum Answer {
     Changes { next: u64, changes: Option<Vec<([u8; 32], bool)>> },
 }
 
-/// Sends a message, with a descriptor where there is one. Never waits.
+/// Sends a message, with a descriptor where there is one. Waits for room as the socket does.
 pub(super) fn send(
     socket: impl AsFd,
     message: &impl Serialize,
@@ -82,8 +82,9 @@ pub(super) fn send(
     if let Some(files) = &files {
         control.push(SendAncillaryMessage::ScmRights(files));
     }
-    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::io::retry_on_intr(|| rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut control, flags))?;
+    rustix::io::retry_on_intr(|| {
+        rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
+    })?;
     Ok(())
 }
 

@@ -15,8 +15,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::frames::Frames;
@@ -33,6 +34,8 @@ const SOCKET: &str = "memory.sock";
 const MOST_PEERS: usize = 256;
 /// Messages of one process that are answered before others get their turn.
 const IN_A_ROW: usize = 64;
+/// The pause after which a connection is tried again that could not be accepted.
+const AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// A socket for datagrams in order, which learns when the other side is gone.
 pub(super) fn socket() -> std::io::Result<OwnedFd> {
@@ -116,13 +119,16 @@ impl Owner {
     pub(super) fn serve(&self, bell: &EventFd, is_over: impl Fn() -> bool) {
         let mut peers: Vec<Peer> = Vec::new();
         let mut buf = vec![0; MOST_BYTES];
+        let mut refused = None;
         while !is_over() {
             let ready: Vec<bool> = {
                 let sockets = peers.iter().map(|peer| PollFd::new(&peer.socket, PollFlags::IN));
-                let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, PollFlags::IN)];
+                // A connection that cannot be accepted would end each wait at once.
+                let accepts = if refused.is_none() { PollFlags::IN } else { PollFlags::empty() };
+                let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, accepts)];
                 polled.extend(sockets);
-                if let Err(e) = steps::poll(&mut polled, None)
-                    && e != rustix::io::Errno::INTR
+                if let Err(e) = steps::poll(&mut polled, refused.and(Some(&AGAIN)))
+                    && e != Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
                     // What is lent must be kept, below.
@@ -142,12 +148,19 @@ impl Owner {
                 }
             }
             peers = stays;
-            if is_new && let Ok(socket) = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) {
+            let tries = is_new || refused.is_some();
+            match tries.then(|| rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)) {
                 // One too many is closed at once.
-                if peers.len() < MOST_PEERS {
-                    peers.push(Peer::new(socket));
+                Some(Ok(socket)) if peers.len() < MOST_PEERS => peers.push(Peer::new(socket)),
+                Some(Err(e)) if !matches!(e, Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {
+                    if refused.replace(e) != Some(e) {
+                        tracing::warn!(error = %e, "the memory tier cannot lend frames to one more process; where it has too many files open, raise its limit (LimitNOFILE, ulimit -n)");
+                    }
+                    continue;
                 }
+                _ => {}
             }
+            refused = None;
         }
         self.end(peers);
     }

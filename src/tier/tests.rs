@@ -1,5 +1,6 @@
 use std::cmp::Reverse;
 
+use super::owner::socket;
 use super::*;
 use crate::device::HugePages;
 use crate::io::{MemRegion, PinNotes};
@@ -190,6 +191,41 @@ fn pinned_frames_that_a_dead_process_was_filling_are_left_out() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri starts no processes")]
+fn an_owner_that_may_open_no_file_waits_and_answers_the_others() {
+    const NAME: &str = "tier::tests::an_owner_that_may_open_no_file_waits_and_answers_the_others";
+    const CHILD: &str = "FOREBAY_TEST_CHILD";
+    if std::env::var_os(CHILD).is_none() {
+        let run = format!("ulimit -n 64 && exec \"$0\" {NAME} --exact --test-threads=1 --nocapture");
+        let mut child = std::process::Command::new("sh");
+        let out = child.args(["-c", &run]).arg(std::env::current_exe().unwrap()).env(CHILD, NAME).output().unwrap();
+        let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        assert!(out.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (owner, link) = owner_and_link(dir.path());
+    assert!(fill(&owner, id(1), rank(1, 0)));
+    let late = socket().unwrap();
+    let address = rustix::net::SocketAddrUnix::new(dir.path().join("memory.sock")).unwrap();
+    let files: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+    rustix::net::connect(&late, &address).unwrap();
+    let used = || rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    let (before, since) = (used(), std::time::Instant::now());
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let (after, waited) = (used(), since.elapsed().as_nanos());
+    let took = (after.tv_sec - before.tv_sec) as u128 * 1_000_000_000 + after.tv_nsec as u128 - before.tv_nsec as u128;
+    assert!(took < waited / 10, "{took} ns of {waited}");
+    assert!(link.find(&id(1), rank(1, 0), true).is_some());
+    drop(files);
+    let hello = message::Ask::Hello { version: message::VERSION, frame_bytes: FRAME as u64, pins: false };
+    message::send(&late, &hello, None).unwrap();
+    let mut buf = vec![0; message::MOST_BYTES];
+    let answer = message::receive(&late, &mut buf, rustix::net::RecvFlags::empty()).unwrap();
+    assert!(matches!(answer, Some((message::Answer::Welcome { frames: 2 }, Some(_)))), "{answer:?}");
+}
+
+#[test]
 #[cfg_attr(miri, ignore = "Miri knows no memfd")]
 fn what_another_process_has_in_its_frames_is_told_and_goes_with_that_process() {
     let dir = tempfile::tempdir().unwrap();
@@ -285,6 +321,24 @@ fn a_frame_that_another_process_uses_is_not_given_away_until_it_is_gone() {
     let taken = owner.reserve(id(3), FRAME as u64, rank(3, 0)).unwrap();
     assert!(taken.part(0..FRAME).unwrap().as_slice().iter().all(|b| *b == 0), "what it was filling is other memory");
     assert!(link.find(&id(1), rank(1, 0), true).is_none(), "nothing is asked of who is gone");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn many_frames_that_are_given_back_at_once_do_not_end_the_connection() {
+    const MANY: usize = 1000;
+    let dir = tempfile::tempdir().unwrap();
+    let options = StagingOptions { bytes: MANY * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
+    let owner = MemoryTier::shared(&options, None).unwrap();
+    owner.share_in(dir.path()).unwrap();
+    let bell = Arc::new(crate::io::EventFd::new().unwrap());
+    let link = FrameLink::new(dir.path(), &Frames::shareable(&options).unwrap(), false, &bell).unwrap();
+    for _ in 0..5 {
+        let all: Vec<_> = (0..MANY).map(|_| link.reserve(&id(1), rank(1, 0)).unwrap()).collect();
+        drop(all);
+        assert!(!link.is_over(), "the socket takes fewer messages than these at once");
+        wait_free(&owner, MANY);
+    }
 }
 
 #[test]

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forebay
 import lmcache
 import pytest
 import torch
 from conftest import spec
 from driving import NO_LAYOUT, PATIENCE_S, adapter, bits, found, key, load, memory, same, store, wait
+from forebay.lmcache import plugin
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
@@ -121,6 +123,37 @@ def test_what_another_server_has_deleted_is_told_when_it_is_missed(cache: Path) 
         assert load(one, {1: memory(5000, None)}) == [False]
         until(lambda: heard.gone == [key(1)])
         assert one.get_usage().total_bytes_used == 0
+
+
+def test_what_another_server_has_deleted_is_told_though_no_load_asks_for_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "LOOK_S", 0)
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        store(one, {1: memory(5000, 1), 2: memory(5000, 2)})
+        other.delete([key(1)])
+        assert found(one, [1, 2]) == [False, True], "so that LMCache does not load it"
+        until(lambda: heard.gone == [key(1)])
+        assert one.get_usage().total_bytes_used == 5000
+
+
+def test_a_value_that_another_server_stored_first_is_told_gone_too(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        store(other, {1: memory(5000, 1)})
+        store(one, {1: memory(5000, 1)})
+        assert heard.stored == {key(1): 0}
+        one.delete([key(1)])
+        assert heard.gone == [key(1)] and one.get_usage().total_bytes_used == 0
+
+
+def test_a_deletion_that_fails_is_no_success(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        store(over, {1: memory(5000, 1)})
+        over.delete([key(1), key(999)])
+    with pytest.raises(forebay.IoError, match="1 of 1"):
+        over.delete([key(1)])
 
 
 def test_what_another_server_has_deleted_is_told_when_it_is_to_be_deleted_too(cache: Path) -> None:

@@ -39,6 +39,8 @@ pub(crate) enum Spoil {
     No,
     /// An error of the server's.
     Status(u16),
+    /// It is served, unless it is a put that is to replace nothing: that is not implemented.
+    NoConditions,
     /// One byte of the answer is another.
     WrongByte,
     /// Every byte of the answer is another, as if it were of some other object.
@@ -225,7 +227,10 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> io::Result<R
     let number = shared.asked.fetch_add(1, Ordering::SeqCst);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     *shared.methods.lock().entry(method.clone()).or_default() += 1;
-    let spoil = (shared.plan.lock())(&method, number);
+    let spoil = match (shared.plan.lock())(&method, number) {
+        Spoil::NoConditions if request.headers().contains_key("if-none-match") => Spoil::Status(501),
+        spoil => spoil,
+    };
     match spoil {
         Spoil::Stall => return std::future::pending().await,
         Spoil::Unheard => {

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import forebay
 import pytest
 import sglang
 import torch
-from forebay.sglang import weights
+from forebay.sglang import linker, weights
 from linked import PAGE, Server, prompt, served
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from test_controller import turn_bits
@@ -235,6 +237,8 @@ def test_what_it_cannot_do_is_refused_at_the_start_and_by_name(cache: Path, monk
     refused("no_such_setting", more={"no_such_setting": 1})
     refused("pipeline parallelism", pp_size=2)
     refused("_PlainKvStrategy", kind="plain")
+    with pytest.raises(forebay.Unsupported, match="memory-saver"):
+        linker._refuse(SimpleNamespace(enable_memory_saver=True), SimpleNamespace(pp_size=1))
     import sglang
 
     monkeypatch.setattr(sglang, "__version__", "0.5.22")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forebay
 import pytest
 import torch
 import world
 from forebay.sglang import identity
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from world import backend, config, content, fill, mha, mla, names, pages, weight_updater
 
 pytestmark = pytest.mark.ci
@@ -109,10 +112,13 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
 
     one = of(model("a", b"one"))
     assert of(model("moved", b"one")) == one, "the same files in another place"
+    assert of(str(tmp_path / "a"), modelopt_quant=None, model_loader_extra_config="{}") == one, "as SGLang has them by default"
     others = [
         of(model("b", b"two")),
         of(model("c", b"one", '{"rope_theta": 1}')),
         of(str(tmp_path / "a"), kv_cache_dtype="fp8_e5m2"),
+        of(str(tmp_path / "a"), modelopt_quant="int4_awq"),
+        of(str(tmp_path / "a"), model_loader_extra_config='{"qlora_adapter_name_or_path": "/b"}'),
         of(str(tmp_path / "a"), version="0.5.24"),
         of("org/name"),
         of("org/name", revision="1"),
@@ -120,6 +126,29 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
         of("org/name", load_format="dummy", random_seed=2),
     ]
     assert len({one, *others}) == len(others) + 1
+
+
+def test_models_of_the_hub_whose_weights_lie_in_a_download_dir_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # SGLang fetches the configuration to the hub's cache, and the weights alone to --download-dir.
+    hub, fetched = tmp_path / "hub", tmp_path / "fetched"
+    for folder in (hub, fetched):
+        folder.mkdir()
+    (hub / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda path, name, revision=None: str(hub / name))
+
+    def of(path: str, weights: bytes | None) -> str:
+        def snapshot(*_: Any, cache_dir: str, local_files_only: bool, **__: Any) -> str:
+            assert cache_dir == "/models" and local_files_only
+            if weights is None:
+                raise FileNotFoundError("not fetched to there")
+            (fetched / "model.safetensors").write_bytes(weights)
+            return str(fetched)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+        return identity.of(SimpleNamespace(model_path=path, download_dir="/models"), "0.5.23", "")
+
+    assert of("org/a", None) != of("org/b", None), "the same configuration does not make them one model"
+    assert of("org/a", b"one") == of("org/a", b"one") != of("org/a", b"two"), "updated on the hub"
 
 
 def test_an_adapter_that_was_trained_anew_in_its_place_is_another_one(tmp_path: Path) -> None:
@@ -148,6 +177,17 @@ def test_an_adapter_that_was_trained_anew_in_its_place_is_another_one(tmp_path: 
     assert len({without(None), of(b"one"), of(b"two"), of(b"one", '{"lora_alpha": 1}')}) == 4
 
 
+def test_an_adapter_of_the_hub_is_the_snapshot_that_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(weights: bytes) -> str:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        return identity.of(SimpleNamespace(model_path="org/name", lora_paths=["a=org/adapter"]), "0.5.23", "")
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cached = lambda path, name, revision=None: str(tmp_path / name) if (path, name) == ("org/adapter", "adapter_config.json") else None  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert of(b"one") == of(b"one") != of(b"two")
+
+
 def test_mla_pages_have_one_writer_and_are_read_by_all_ranks(cache: Path) -> None:
     source, target = mla(), mla()
     fill(source, 1)
@@ -159,17 +199,19 @@ def test_mla_pages_have_one_writer_and_are_read_by_all_ranks(cache: Path) -> Non
     assert content(target, 5) == content(source, 1)
 
 
-def test_a_draft_of_its_own_k_and_v_beside_mla_is_each_ranks_own(cache: Path) -> None:
+def test_a_draft_of_its_own_k_and_v_beside_mla_is_for_one_rank(cache: Path) -> None:
     kv, draft = mla(), mha()
     fill(draft, 1)
     transfer = [PoolTransfer(name=PoolName.DRAFT, keys=names(2), host_indices=pages(draft, 0, 2))]
-    with (
-        backend(config(cache, is_mla=True, tp=(0, 2)), kv, draft=draft) as one,
-        backend(config(cache, is_mla=True, tp=(1, 2)), kv, draft=draft) as other,
-    ):
-        assert one.batch_set_v2(transfer) == {PoolName.DRAFT: [True, True]}
-        assert one.batch_get_v2(transfer) == {PoolName.DRAFT: [True, True]}
-        assert other.batch_get_v2(transfer) == {PoolName.DRAFT: [False, False]}
+    with backend(config(cache, is_mla=True), kv, draft=draft) as over:
+        assert over.batch_set_v2(transfer) == over.batch_get_v2(transfer) == {PoolName.DRAFT: [True, True]}
+    # SGLang's controller stores nothing of it on the other ranks, so that no prompt would ever be whole there.
+    for rank in range(2):
+        given = config(cache, is_mla=True, tp=(rank, 2))
+        sglangs = SimpleNamespace(backup_skip=not given.is_storage_writer, storage_backend_type="dynamic")
+        assert HybridCacheController.should_backup(sglangs, transfer[0]) is (rank == 0)
+        with pytest.raises(Exception, match="draft.*tensor-parallel"), backend(given, kv, draft=draft):
+            pass
 
 
 def asked(name: PoolName, keys: list[str], policy: PoolHitPolicy) -> PoolTransfer:
@@ -229,7 +271,9 @@ def test_after_close_everything_is_a_miss(cache: Path) -> None:
         over.close()
         assert over.batch_exists(names(2)) == 0 and over.batch_get_v1(names(2), pages(pool, 0, 2)) == [False, False]
         assert over.batch_set_v1(names(2), pages(pool, 0, 2)) == [False, False]
-        assert over.batch_exists_v2(names(2)).kv_hit_pages == 0 and over.clear() is False
+        assert over.batch_exists_v2(names(2)).kv_hit_pages == 0
+        with pytest.raises(forebay.Closed):
+            over.clear()
 
 
 def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +290,35 @@ def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypat
     weight_updater(monkeypatch)
     with backend(config(cache), pool, swa=pool) as over:
         assert over.batch_exists(keys) == 2 and over.batch_get_v2(transfer) == {PoolName.SWA: [True, True]}
+
+
+def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, keys = mha(), names(2)
+    with backend(config(cache), pool) as over:
+        assert all(over.batch_set_v1(keys, pages(pool, 0, 2)))
+    # Started without a backend: the weights that were exchanged are not those of the namespace.
+    updater = weight_updater(monkeypatch)
+    start = world.server_args
+    monkeypatch.setattr(world, "server_args", lambda: start(None))
+    updater.update_weights_from_tensor()
+    for _ in range(2):
+        with pytest.raises(Exception, match="fingerprint"), backend(config(cache), pool):
+            pass
+        with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
+            assert over.batch_exists(keys) == 0 and all(over.batch_set_v1(keys, pages(pool, 0, 2)))
+            over.clear()
+    # From here on it notices by itself.
+    with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
+        updater.update_weights_from_tensor()
+        assert over.batch_set_v1(keys, pages(pool, 0, 2)) == [False, False]
+
+
+def test_sglangs_own_keys_in_the_extra_config_are_left_to_sglang(cache: Path) -> None:
+    own = {"prefetch_threshold": 64, "prefetch_timeout_base": 1, "prefetch_timeout_per_ki_token": 0.5, "hicache_storage_pass_prefix_keys": True}
+    _, *taken = HybridCacheController.parse_storage_backend_extra_config(json.dumps(own))
+    assert taken == list(own.values()), "SGLang has others by now"
+    with backend(config(cache, more={**own, "allocator": "shm"}), mha()) as over:
+        assert over.batch_exists(names(1)) == 0
 
 
 def test_clear_removes_this_models_pages_only_and_stats_are_taken_once(cache: Path) -> None:

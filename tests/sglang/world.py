@@ -30,9 +30,9 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 PAGE, TOKENS, LAYERS, HEADS, DIM = 16, 256, 3, 2, 32
 
 
-def server_args() -> ServerArgs:
-    """SGLang's arguments, as the scheduler has them when it makes a backend."""
-    args = ServerArgs(model_path="dummy", page_size=PAGE)
+def server_args(storage: str | None = "dynamic") -> ServerArgs:
+    """SGLang's arguments, as the scheduler has them when it makes a backend; `storage` is another where it is attached later."""
+    args = ServerArgs(model_path="dummy", page_size=PAGE, hicache_storage_backend=storage)
     set_global_server_args_for_scheduler(args)
     return args
 
@@ -151,7 +151,8 @@ def weight_updater(monkeypatch: Any) -> Any:
     module: Any = ModuleType(weights.MODULE)
     setattr(module, weights.CLASS, type(weights.CLASS, (), calls))
     monkeypatch.setitem(sys.modules, weights.MODULE, module)
-    monkeypatch.setattr(weights, "_exchanged", threading.Event())
+    for name in ("_exchanged", "_missed"):
+        monkeypatch.setattr(weights, name, threading.Event())
     return getattr(module, weights.CLASS)()
 
 

@@ -118,17 +118,27 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
         return Err(Error::new(ErrorKind::InvalidInput, "nothing was removed").advice("confirm, or give --yes"));
     }
     let mut reports = Vec::new();
-    let mut complete = true;
+    let (mut complete, mut failed) = (true, None);
     for t in &targets {
         let mut report = json!({"namespace": t.namespace, "shard": t.shard, "model": t.model, "lanes": t.lanes,
             "lanes_in_use": t.in_use, "chunks": t.chunks, "bytes": t.bytes});
         if !args.dry_run {
-            complete &= remove(args, (t, what, remote.as_ref()), (context, &mut report))?;
+            match remove(args, (t, what, remote.as_ref()), (context, &mut report)) {
+                Ok(is_whole) => complete &= is_whole,
+                // The others are removed all the same.
+                Err(e) => {
+                    report["error"] = json!(e.to_string());
+                    failed = failed.or(Some(e));
+                }
+            }
         }
         reports.push(report);
     }
     if context.json {
         out::print_json(&json!({"dry_run": args.dry_run, "shards": reports}))?;
+    }
+    if let Some(e) = failed {
+        return Err(e);
     }
     Ok(if complete { Outcome::Done } else { Outcome::Problem })
 }

@@ -118,7 +118,7 @@ fn show_remote(url: &str, shards: &[RemoteShard]) -> Result<()> {
 }
 
 /// Bytes of data.kv that hold no chunk: the room in segments that stores fill next.
-fn reserved_bytes(lane: &RawLane) -> u64 {
+pub(crate) fn reserved_bytes(lane: &RawLane) -> u64 {
     lane.counts.data_disk_bytes.saturating_sub(lane.counts.slot_bytes)
 }
 

@@ -6,7 +6,6 @@
 //! any point, and goes on from there when it is run again. The geometry is that of the description
 //! in the cache or in the store.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -20,7 +19,7 @@ use forebay::format::record::{KeyKind, Record};
 use forebay::geometry::Geometry;
 use forebay::io::file_system_bytes;
 use forebay::key::ChunkKey;
-use forebay::log::fsck::live;
+use forebay::log::fsck::{LaneDir, live};
 use forebay::log::{Log, LogOptions, geometry_of};
 use forebay::remote::{Remote, RemoteObject, RemoteOptions, RemoteStats, RemoteStore};
 use forebay::{Error, ErrorKind, Result};
@@ -32,6 +31,7 @@ use crate::ls::{now_s, shards};
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::size::{parse_bytes, show_bytes};
+use crate::stat::reserved_bytes;
 use crate::stop;
 
 /// How often progress is looked at.
@@ -83,7 +83,7 @@ It may be interrupted and run again: nothing is moved twice. Every byte is check
 to a drive. `remote_staging` bounds its memory. What a server has stored in the last moments, and objects, are not uploaded. \
 Before a machine has started a server since its boot, stop `sync up` before you remove anything: it would not notice.
 
-Exit status 3: some chunks could not be moved; the causes are those of forebay_remote_missed_chunks_total and \
+Exit status 3: some chunks could not be moved, or a part of the cache could not be read; the causes are those of forebay_remote_missed_chunks_total and \
 forebay_remote_shed_chunks_total.
 
 Examples:
@@ -126,17 +126,23 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     })?;
     stop::listen()?;
     let sync = Sync { settings, options, context };
-    let mut reports = Vec::new();
+    let (mut reports, mut is_whole) = (Vec::new(), true);
     if up {
-        for job in sync.local_shards(args)?.iter().take_while(|_| !stop::asked()) {
+        let (jobs, all) = sync.local_shards(args)?;
+        is_whole = all;
+        for job in jobs.iter().take_while(|_| !stop::asked()) {
             reports.push(sync.up(job)?);
         }
     } else {
-        for job in sync.remote_shards(args)?.iter().take_while(|_| !stop::asked()) {
-            reports.push(sync.down(job)?);
+        let jobs = sync.remote_shards(args)?;
+        let bytes = |job: &Job<RemoteObject>| job.items.iter().map(|object| object.bytes).sum::<u64>();
+        let mut rest: u64 = jobs.iter().map(bytes).sum();
+        for job in jobs.iter().take_while(|_| !stop::asked()) {
+            reports.push(sync.down(job, bytes(job) as f64 / rest.max(1) as f64)?);
+            rest -= bytes(job);
         }
     }
-    if reports.is_empty() && args.namespace.is_some() && !stop::asked() {
+    if reports.is_empty() && args.namespace.is_some() && is_whole && !stop::asked() {
         return Err(Error::new(ErrorKind::NotFound, "there is no such namespace")
             .advice("see `forebay ls DIR --namespaces`, and `forebay stat DIR --remote URL`"));
     }
@@ -151,7 +157,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     }
     Ok(match stop::signal() {
         Some(signal) => Outcome::Interrupted(signal),
-        None if reports.iter().any(|r| !r.failed.is_empty()) => Outcome::Problem,
+        None if !is_whole || reports.iter().any(|r| !r.failed.is_empty()) => Outcome::Problem,
         None => Outcome::Done,
     })
 }
@@ -172,6 +178,9 @@ fn settings(args: &SyncArgs, up: bool) -> Result<Settings> {
     (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
     Ok(settings)
 }
+
+/// A chunk on a drive and its bytes there.
+type LocalChunk = (ChunkKey, u64);
 
 /// A shard and what of it is to be moved.
 struct Job<T> {
@@ -202,13 +211,15 @@ struct Sync<'a> {
 }
 
 impl Sync<'_> {
-    /// The shards of the drives, with the chunks of prompts that they hold.
-    fn local_shards(&self, args: &SyncArgs) -> Result<Vec<Job<(ChunkKey, u64)>>> {
+    /// The shards of the drives, with the chunks of prompts that they hold; whether these are all.
+    fn local_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<LocalChunk>>, bool)> {
         let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
-        let mut geometries = HashMap::new();
+        let mut geometries: HashMap<(String, String), Result<Geometry>> = HashMap::new();
+        let mut is_whole = true;
         for drive in &self.settings.drives {
             let (found, unreadable) = shards(&drive.path)?;
             unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+            is_whole &= unreadable.is_empty();
             for (files, raw) in &found {
                 let Some(first) = files.first() else { continue };
                 let place = (first.namespace.clone(), first.shard.clone());
@@ -219,15 +230,23 @@ impl Sync<'_> {
                 if slots.is_empty() {
                     continue;
                 }
-                if let Entry::Vacant(free) = geometries.entry(place.clone()) {
-                    free.insert(geometry_of(&drive.path, &place.0, &place.1)?);
+                if !matches!(geometries.get(&place), Some(Ok(_))) {
+                    geometries.insert(place.clone(), geometry_of(&drive.path, &place.0, &place.1));
                 }
                 by_place.entry(place).or_default().extend(slots);
             }
         }
         let mut jobs = Vec::new();
         for ((namespace, shard), slots) in by_place {
-            let Some(geometry) = geometries.remove(&(namespace.clone(), shard.clone())) else { continue };
+            let geometry = match geometries.remove(&(namespace.clone(), shard.clone())) {
+                Some(Ok(geometry)) => geometry,
+                Some(Err(e)) => {
+                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    is_whole = false;
+                    continue;
+                }
+                None => continue,
+            };
             if !is_meant(args, &namespace, &geometry) {
                 continue;
             }
@@ -237,7 +256,7 @@ impl Sync<'_> {
             let items = slots.into_iter().map(|(_, _, key, bytes)| (key, bytes)).collect();
             jobs.push(Job { namespace, shard, geometry, chunks, items, limit });
         }
-        Ok(jobs)
+        Ok((jobs, is_whole))
     }
 
     /// The shards of the store, with what it has of them.
@@ -264,7 +283,7 @@ impl Sync<'_> {
         Ok(jobs)
     }
 
-    fn up(&self, job: &Job<(ChunkKey, u64)>) -> Result<ShardReport> {
+    fn up(&self, job: &Job<LocalChunk>) -> Result<ShardReport> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "upload", job);
@@ -307,14 +326,16 @@ impl Sync<'_> {
         Ok(report)
     }
 
-    fn down(&self, job: &Job<RemoteObject>) -> Result<ShardReport> {
+    /// Brings a shard, which gets `share` of the room: a prompt is of use as far as all ranks of a
+    /// model have it.
+    fn down(&self, job: &Job<RemoteObject>, share: f64) -> Result<ShardReport> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "bring", job);
         let there = || job.items.iter().filter(|object| log.contains(&object.key)).count() as u64;
         let mut report = job.report();
         report.present = there();
-        let most = job.limit.min(self.room(&log)?);
+        let most = job.limit.min((self.room(job, &log)? as f64 * share) as u64);
         let fetch = remote.restore(Arc::clone(&log), (job.items.clone(), most), Instant::now() + LONGEST);
         while !stop::asked() && !fetch.wait(Instant::now() + TICK) {
             let stats = remote.stats();
@@ -332,13 +353,26 @@ impl Sync<'_> {
         Ok(report)
     }
 
-    /// Bytes that chunks may still fill without driving out others.
-    fn room(&self, log: &Log) -> Result<u64> {
-        let mut capacity = 0;
-        for drive in &self.settings.drives {
-            capacity += self.settings.drive_capacity_bytes(file_system_bytes(&drive.path)?.0);
+    /// Bytes that chunks may still fill without driving out others. Prompts are spread evenly over
+    /// the drives that take any, so the fullest of these decides.
+    fn room(&self, job: &Job<RemoteObject>, log: &Log) -> Result<u64> {
+        let mut rooms = Vec::new();
+        for (drive, stats) in self.settings.drives.iter().zip(log.stats().drives) {
+            if !stats.healthy || stats.draining {
+                continue;
+            }
+            let (size, free) = file_system_bytes(&drive.path)?;
+            let (lanes, _) = shards(&drive.path)?;
+            let is_own = |files: &LaneDir| (&files.namespace, &files.shard) == (&job.namespace, &job.shard);
+            let own = lanes.iter().filter(|(files, _)| files.first().is_some_and(is_own));
+            let spare: u64 = own.flat_map(|(_, raw)| raw).map(reserved_bytes).sum();
+            let capacity = self.settings.drive_capacity_bytes(size);
+            let of_capacity = capacity.saturating_sub(stats.disk_bytes.saturating_sub(spare));
+            let of_drive = free.saturating_add(spare).saturating_sub(self.settings.min_free_bytes(size));
+            let beside = (capacity as f64 * (1.0 - FILL)) as u64;
+            rooms.push(of_capacity.min(of_drive).saturating_sub(beside));
         }
-        Ok(((capacity as f64 * FILL) as u64).saturating_sub(log.stats().live_bytes))
+        Ok(rooms.iter().min().copied().unwrap_or(0).saturating_mul(rooms.len() as u64))
     }
 }
 
@@ -378,7 +412,8 @@ impl ShardReport {
     /// Takes over the counts of chunks that were not moved. That a chunk was not reached, or has
     /// left the drive, is no failure.
     fn fail(&mut self, causes: &[(&'static str, u64)]) {
-        let fails = |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space");
+        let fails =
+            |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space" | "quota");
         let failed = causes.iter().filter(|(cause, n)| *n > 0 && fails(cause));
         self.failed = failed.map(|(cause, n)| ((*cause).to_owned(), *n)).collect();
     }

@@ -94,6 +94,16 @@ fn the_servers_settings_are_judged_by_what_the_machine_has() {
 }
 
 #[test]
+fn a_cache_that_is_only_read_needs_no_space() {
+    let dir = folder();
+    for (mode, code, found) in [("rw", 3, 1), ("ro", 0, 0)] {
+        let settings = [("FOREBAY_MODE", mode), ("FOREBAY_MIN_FREE", "900TiB")];
+        let json = forebay_with(dir.path(), &["probe", ".", "--json"], &settings).expect(code).json();
+        assert_eq!(findings(&json, "space").len(), found, "{json}");
+    }
+}
+
+#[test]
 fn a_cache_that_does_not_open_is_a_failure_with_the_command_that_helps() {
     let dir = folder();
     let words = "--rw store --model tiny --size 16m --bs 1m --keep --directory cache --quiet";

@@ -182,6 +182,24 @@ fn ranks_with_logs_of_their_own_have_nearly_the_same_blocks() {
 }
 
 #[test]
+fn an_interrupted_replay_removes_its_files() {
+    let (dir, trace) = (folder(), excerpt());
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_forebay"))
+        .args(["replay", &trace, "--engine", "real", "--capacity-tokens", &["500k"; 100].join(",")])
+        .current_dir(dir.path())
+        .spawn()
+        .unwrap();
+    let files = || std::fs::read_dir(dir.path()).unwrap().count();
+    while files() == 0 {
+        assert_eq!(child.try_wait().unwrap(), None, "it ended before it could be interrupted");
+        std::thread::yield_now();
+    }
+    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    assert_eq!((child.wait().unwrap().code(), files()), (Some(130), 0));
+}
+
+#[test]
 fn a_simulated_cache_has_no_ranks() {
     let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(2).stderr;
     assert!(error.contains("--engine real"), "{error}");

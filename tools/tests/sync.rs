@@ -129,6 +129,81 @@ fn a_folder_that_nobody_has_described_is_passed_over() {
 }
 
 #[test]
+fn a_description_that_was_deleted_comes_back_with_the_next_sync_up() {
+    let w = World::new();
+    let n = w.chunks("a").len() as u64;
+    w.sync("up a", 0);
+    let description = |w: &World| objects(w.root.path()).into_iter().find(|path| path.extension().is_some());
+    std::fs::remove_file(description(&w).unwrap()).unwrap();
+    let down = w.run(&format!("sync down b --remote {REMOTE}")).expect(0);
+    assert!(down.stderr.contains("and so does `forebay sync up`"), "{}", down.stderr);
+    assert_eq!(counts(&w.sync("up a", 0)), [n, n, 0, 0]);
+    assert_eq!(counts(&w.sync("down b", 0)), [n, 0, n, 0]);
+}
+
+#[test]
+fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
+    let w = World::new();
+    w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    let namespaces = w.run("ls a --namespaces --json").expect(0).json();
+    assert_eq!(namespaces.as_array().unwrap().len(), 2, "{namespaces}");
+    let (lost, kept) = (&namespaces[0], &namespaces[1]);
+    let place = ["namespace", "shard"].map(|field| lost[field].as_str().unwrap().to_owned()).join("/");
+    std::fs::remove_file(w.dir.path().join("a").join(&place).join("geometry.json")).unwrap();
+    let up = w.run(&format!("sync up a --remote {REMOTE} --json")).expect(3);
+    assert!(up.stderr.contains(&format!("passed over {place}")), "{}", up.stderr);
+    let shards = up.json()["shards"].clone();
+    assert_eq!((shards.as_array().unwrap().len(), &shards[0]["moved"]), (1, &kept["chunks"]), "{shards}");
+}
+
+#[test]
+fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
+    let w = World::new();
+    for block in [8, 16] {
+        let layout = format!("--layout opaque --block-size {block}");
+        let store = format!("bench --rw store --model tiny {layout} --size 12m --bs 64k --keep --directory a --quiet");
+        w.run(&store).expect(0);
+    }
+    let namespaces = w.run("ls a --namespaces --json").expect(0).json();
+    let of_size = |ns: &&Value| ns["chunks"].as_u64() > Some(700);
+    let large: Vec<&str> =
+        namespaces.as_array().unwrap().iter().filter(of_size).map(|ns| ns["namespace"].as_str().unwrap()).collect();
+    assert_eq!(large.len(), 2, "{namespaces}");
+    large.iter().for_each(|ns| drop(w.sync(&format!("up a --namespace {ns}"), 0)));
+    let mut env = w.env();
+    env.push(("FOREBAY_CAPACITY".into(), "24MiB".into()));
+    let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+    let down = forebay_with(w.dir.path(), &["sync", "down", "b", "--remote", REMOTE, "--json"], &env).expect(0).json();
+    let moved: Vec<u64> = down["shards"].as_array().unwrap().iter().map(|s| s["moved"].as_u64().unwrap()).collect();
+    let there = w.run("ls b --namespaces --json").expect(0).json();
+    let there: Vec<u64> = there.as_array().unwrap().iter().map(|ns| ns["chunks"].as_u64().unwrap()).collect();
+    assert!(there == moved && moved.len() == 2 && moved.iter().all(|n| *n > 100), "{there:?}: {down}");
+}
+
+#[test]
+fn the_time_out_of_requests_can_be_set_as_errors_advise() {
+    let w = World::new();
+    w.server.spoil(|_, _| Spoil::Stall);
+    let mut env = w.env();
+    env.push(("FOREBAY_REMOTE_TIMEOUT_MS".into(), "100".into()));
+    let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+    let stat = forebay_with(w.dir.path(), &["stat", "a", "--remote", REMOTE], &env).expect(1).stderr;
+    assert!(stat.contains("within 100ms") && stat.contains("raise remote_timeout_ms"), "{stat}");
+}
+
+#[test]
+fn a_store_that_fails_keeps_no_shard_on_the_drives() {
+    let w = World::new();
+    w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    w.server.spoil(|_, _| Spoil::Status(500));
+    let purge = w.run(&format!("purge a --all --yes --remote {REMOTE} --json")).expect(1);
+    assert!(purge.stderr.contains("has not deleted everything"), "{}", purge.stderr);
+    let shards = purge.json()["shards"].clone();
+    let failed = shards.as_array().unwrap().iter().filter(|shard| shard["error"].is_string()).count();
+    assert_eq!((failed, w.chunks("a").len()), (2, 0), "{shards}");
+}
+
+#[test]
 fn damage_is_not_moved_either_way_and_is_told() {
     let w = World::new();
     let n = w.chunks("a").len() as u64;

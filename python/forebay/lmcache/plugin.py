@@ -17,6 +17,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ logger = logging.getLogger("forebay.lmcache")
 PIN_S = 60.0
 #: How long an eviction may wait until LMCache is notified, in milliseconds.
 TELL_MS = 1000
+#: How often is looked for what other servers have evicted or deleted, in seconds.
+LOOK_S = 60.0
 
 
 class Adapter(L2AdapterInterface):
@@ -58,8 +61,8 @@ class Adapter(L2AdapterInterface):
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
         self._lookups = 0
-        #: Values that this server has stored and that are not known to be gone, by digest: key and
-        #: length in bytes. LMCache counts these.
+        #: Values that LMCache was told are stored and that are not known to be gone, by digest: key,
+        #: and length in bytes as LMCache counts it, 0 where another server stored the value.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
         self._wake = {kind: create_event_notifier() for kind in self._done}
         # The store records evictions from the first call on.
@@ -141,13 +144,16 @@ class Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes the values of the keys, durably, for all servers."""
+        """Removes the values of the keys, durably, for all servers. Raises where some of them stay."""
         names = [name(key) for key in keys]
         removed = self._store.delete(names)
         # What another server has evicted or deleted before has gone too: LMCache would name it again.
-        there = self._store.exists(names) if self._store.is_up else [True] * len(names)
-        gone = [one for one, yes, still in zip(names, removed, there, strict=True) if yes or not still]
-        self._forget(forebay.object_digest(one) for one in gone)
+        digests = [forebay.object_digest(one) for one in names]
+        gone = [one for one, yes, is_gone in zip(digests, removed, self._store.gone(digests), strict=True) if yes or is_gone]
+        self._forget(gone)
+        if len(gone) < len(keys):
+            # LMCache takes everything but an exception for success.
+            raise forebay.IoError(f"{len(keys) - len(gone)} of {len(keys)} keys could not be deleted; see Forebay's log")
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
@@ -186,10 +192,14 @@ class Adapter(L2AdapterInterface):
         poll = select.poll()
         poll.register(self._store.event_fd(), select.POLLIN)
         poll.register(self._stop, select.POLLIN)
+        looked = time.monotonic()
         while not any(descriptor == self._stop for descriptor, _ in poll.poll(TELL_MS)):
             for done in self._store.drain_completions():
                 self._take(done)
             self._call_listeners(lambda: self._forget(self._store.drain_evicted()))
+            if time.monotonic() - looked >= LOOK_S:
+                self._call_listeners(self._look)
+                looked = time.monotonic()
 
     @staticmethod
     def _call_listeners(call: Callable[[], None]) -> None:
@@ -217,22 +227,33 @@ class Adapter(L2AdapterInterface):
 
     def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
-        # 0: the value was there already, and the server that stored it counts it.
-        written = {forebay.object_digest(name(key)): (key, length) for key, length in stored if length > 0}
-        # A value that this server had stored before has gone since: another server, or this one a
-        # moment ago, has evicted or deleted it. LMCache would count both.
-        self._forget(written)
+        told = {forebay.object_digest(name(key)): (key, length) for key, length in stored}
+        # 0: the value was there already, and the server that stored it counts it. Otherwise a value
+        # that this server had stored before has gone since: another server, or this one a moment ago,
+        # has evicted or deleted it. LMCache would count both.
+        self._forget([digest for digest, (_, length) in told.items() if length > 0])
         with self._lock:
-            self._stored |= written
+            for digest, value in told.items():
+                self._stored.setdefault(digest, value)
         if stored:
             self._notify_keys_stored([key for key, _ in stored], [length for _, length in stored])
 
     def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
-        # Evictions by other servers are noticed here only.
-        gone = [key for key, cause in zip(keys, done.causes, strict=False) if cause in ("not_found", "corrupt")]
-        self._forget(forebay.object_digest(name(key)) for key in gone)
+        # Not all of these: of what lies on a drive that does not answer nothing is found for a while.
+        self._forget_gone([forebay.object_digest(name(key)) for key, yes in zip(keys, done.results, strict=False) if not yes])
+
+    def _look(self) -> None:
+        """Notifies LMCache of what other servers have evicted or deleted. A lookup that misses it does not come to a load."""
+        with self._lock:
+            known = list(self._stored)
+        self._forget_gone(known)
+
+    def _forget_gone(self, digests: list[bytes]) -> None:
+        """Notifies LMCache of those of these values that are gone."""
+        gone = self._store.gone(digests)
+        self._forget(digest for digest, is_gone in zip(digests, gone, strict=True) if is_gone)
 
     def _forget(self, digests: Iterable[bytes]) -> None:
         """Notifies LMCache that these values are gone."""

@@ -31,6 +31,8 @@ ARGUMENTS = (
     "swa_full_tokens_ratio",
     "mamba_ssm_dtype",
 )
+#: Others that quantize or replace weights as they are loaded. They count where they are given only.
+LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_extra_config", "rl_quant_profile")
 
 
 def of(server_args: Any, version: str, fingerprint: str) -> str:
@@ -38,17 +40,24 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
     path = str(getattr(server_args, "model_path", None))
     given = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
     seed = str(getattr(server_args, "random_seed", None)) if given["load_format"] == "dummy" else None
-    folder = local_folder(path, getattr(server_args, "revision", None))
+    revision, fetched_to = getattr(server_args, "revision", None), getattr(server_args, "download_dir", None)
+    folder = local_folder(path, revision)
+    weights = None if folder is None else weights_digest(str(folder))
+    if weights is None and fetched_to is not None and (snapshot := snapshot_folder(path, revision, fetched_to)) is not None:
+        weights = weights_digest(str(snapshot))
     parts = {
         "sglang": version,
-        # A local model is what lies in its folder, wherever that is.
-        "model": path if folder is None else None,
-        "weights": None if folder is None else weights_digest(str(folder)),
+        # A local model is what lies in its folder, wherever that is. A folder without weights, as the
+        # hub's cache has beside a --download-dir, tells nothing but the configuration.
+        "model": path if weights is None else None,
+        "weights": weights,
         "config": None if folder is None else config_digest(folder),
         "arguments": given,
         "seed": seed,
         "fingerprint": fingerprint,
     }
+    if loading := {name: str(value) for name in LOADING if (value := getattr(server_args, name, None)) not in (None, "", "{}")}:
+        parts["loading"] = loading
     if found := adapters(getattr(server_args, "lora_paths", None)):
         parts["adapters"] = found
     return digest(parts)
@@ -65,7 +74,8 @@ def adapters(given: Any) -> list[list[str | None]]:
             paths.add(one.split("=", 1)[-1])
         else:
             paths.add(str(one.get("lora_path") if isinstance(one, dict) else getattr(one, "lora_path", None)))
-    return [[path, weights_digest(path), config_digest(Path(path), "adapter_config.json")] for path in sorted(paths)]
+    folders = {path: local_folder(path, None, "adapter_config.json") or Path(path) for path in sorted(paths)}
+    return [[path, weights_digest(str(folder)), config_digest(folder, "adapter_config.json")] for path, folder in folders.items()]
 
 
 def digest(parts: Any) -> str:
@@ -73,17 +83,27 @@ def digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def local_folder(path: str, revision: str | None) -> Path | None:
-    """Where the model's files lie: its folder, or the snapshot in the hub's cache; None where that is not known yet."""
+def local_folder(path: str, revision: str | None, name: str = "config.json") -> Path | None:
+    """Where the files of a model or an adapter lie: its folder, or the snapshot in the hub's cache; None where that is not known yet."""
     if Path(path).is_dir():
         return Path(path)
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(path, "config.json", revision=revision)
+        found = try_to_load_from_cache(path, name, revision=revision)
     except (ImportError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def snapshot_folder(path: str, revision: str | None, cache_dir: str) -> Path | None:
+    """Where SGLang has fetched a model of the hub to with --download-dir; None where it is not there. Nothing is fetched."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception:  # noqa: BLE001 - the hub's own errors, and what it makes of names that are none
+        return None
 
 
 def config_digest(folder: Path, name: str = "config.json") -> str | None:

@@ -118,7 +118,7 @@ class Linker(UnifiedCacheLinker):
         """Opens a cache for each kind of page that the model has."""
         version = versions.require("--enable-unified-cache-external-linker")
         _refuse(server_args, params)
-        weights.watch()
+        weights.watch(is_start=True)
         settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, **(extra_config or {})}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
         if "chunk_size" in settings:
@@ -440,6 +440,11 @@ def _refuse(server_args: Any, params: Any) -> None:
         )
     if getattr(server_args, "nnodes", 1) > 1:
         raise forebay.Unsupported("the external linker on several machines: a drive belongs to one; use one server for each machine")
+    if getattr(server_args, "enable_memory_saver", False):
+        raise forebay.Unsupported(
+            "--enable-memory-saver with the external linker: SGLang takes the memory of its KV away while pages of it are on their way to the "
+            "drive, which ends the server; start without it, or use HiCache (docs/sglang.md)"
+        )
 
 
 def _peers(params: Any) -> list[Any]:

@@ -80,6 +80,11 @@ class Pages:
                 f"SGLang's pool {name} is a {type(pool).__name__}: its pages are divided among ranks, or shared by several pools; "
                 "start SGLang without page interleaving and without unified memory, or without Forebay"
             )
+        if config.is_mla_model and config.tp_size > 1 and name != "mamba" and not _is_alike(pool):
+            raise forebay.Unsupported(
+                f"SGLang's pool {name} ({type(pool).__name__}) is divided among {config.tp_size} tensor-parallel ranks beside MLA, and "
+                "SGLang stores the part of the first rank alone; start SGLang without the draft model, with --tp-size 1, or without Forebay"
+            )
         page_size = getattr(pool, "page_size", 1) or 1
         regions = _regions(pool, page_size) if in_place else ()
         flat = None if regions else _flat_bytes(name, pool)
@@ -148,15 +153,19 @@ def _flat_bytes(name: str, pool: Any) -> int:
     return page.numel() * page.element_size()
 
 
-def _rank(pool: Any, config: HiCacheStorageConfig) -> str:
-    """Whose page it is: the ranks that hold different bytes."""
+def _is_alike(pool: Any) -> bool:
+    """Whether all tensor-parallel ranks of an MLA model hold the same bytes in it."""
     from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    alike = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool)
+    return isinstance(pool, (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool))
+
+
+def _rank(pool: Any, config: HiCacheStorageConfig) -> str:
+    """Whose page it is: the ranks that hold different bytes."""
     parts = [f"pp{config.pp_rank}of{config.pp_size}", f"cp{config.attn_cp_rank}of{config.attn_cp_size}"]
-    if not (config.is_mla_model and isinstance(pool, alike)):
-        # Also beside MLA: Mamba state and a draft model's own K and V are divided among the ranks.
+    if not (config.is_mla_model and _is_alike(pool)):
+        # Also beside MLA: Mamba state is divided among the ranks, and each of them stores its own.
         parts.append(f"tp{config.tp_rank}of{config.tp_size}")
     return "-".join(parts)

@@ -6,7 +6,8 @@ call waits for its own batch; the store runs the batches side by side.
 Invariants:
 - A page that is answered with yes is in host memory with every byte verified. Anything else, a page of another length among it, is a
   no: SGLang computes it.
-- Nothing is raised into SGLang once it runs. What is wrong with the settings, the pools or the version is raised at the start.
+- Nothing is raised into SGLang once it runs, except by `clear`. What is wrong with the settings, the pools or the version is raised at the
+  start.
 - When `close` returns, no byte of SGLang's memory is read or written any more.
 - A key names a page's content with all that gives it its meaning, so nothing is ever overwritten.
 - Once SGLang has exchanged its weights nothing is found, read or stored (`weights.py`).
@@ -38,8 +39,20 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 logger = logging.getLogger("sglang.forebay")
 
-#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own.
-SGLANGS_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
+#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own. It takes some of them out before, but not where decode servers
+#: offload their KV.
+SGLANGS_KEYS = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "file_storage_path",
+    "allocator",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+)
 #: How long `close` waits for batches under way.
 CLOSE_TIMEOUT_MS = 30_000
 
@@ -57,12 +70,20 @@ class HiCache(HiCacheStorage):
         """Opens the cache."""
         version = versions.require("--hicache-storage-backend")
         _refuse(storage_config)
-        weights.watch()
         from sglang.srt.runtime_context import get_server_args
 
+        # What SGLang was started with, also where a backend is attached later.
+        server_args = get_server_args()
+        weights.watch(is_start=server_args.hicache_storage_backend == "dynamic")
         settings = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in SGLANGS_KEYS}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
-        model = identity.of(get_server_args(), version, addition)
+        if weights.may_have_missed() and not addition:
+            raise forebay.Unsupported(
+                "SGLang was started without this storage backend, and does not tell whether it has exchanged its weights since; give "
+                "`fingerprint` in the extra config, a name for the weights that it has now, or start SGLang with "
+                "--hicache-storage-backend dynamic"
+            )
+        model = identity.of(server_args, version, addition)
         self._in_place = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._config = storage_config
         self._store = forebay.ObjectStore(settings or None, namespace=f"sglang/{space}/{model}")
@@ -167,13 +188,10 @@ class HiCache(HiCacheStorage):
     # The rest.
 
     def clear(self) -> bool:
-        """Removes every page of this model, for all servers that use this namespace."""
-
-        def remove() -> bool:
-            self._store.clear()
-            return True
-
-        return self._quiet.guarded("removed", remove, False)
+        """Removes every page of this model, for all servers that use this namespace. Raises where it cannot: SGLang catches that, and takes
+        anything else for success."""
+        self._store.clear()
+        return True
 
     def close(self) -> None:
         """Waits for batches under way, makes stored pages durable, closes."""

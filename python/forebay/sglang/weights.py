@@ -3,7 +3,8 @@
 SGLang's keys do not tell the KV of old weights from that of new ones, and its flush of the cache does not say why it comes. So from the
 first exchange on nothing is found, loaded or stored until a restart, whose namespace is that of the weights it starts with.
 
-Invariant: an exchange is noticed before the first weight changes.
+Invariant: an exchange is noticed before the first weight changes. Where one before the first `watch` would have gone unnoticed, as with a
+cache that is attached to a server that runs, `may_have_missed` says so.
 """
 
 from __future__ import annotations
@@ -29,19 +30,27 @@ CALLS = (
 )
 
 _exchanged = threading.Event()
+_missed = threading.Event()
 
 
 class Exchanged(Exception):
     """The weights are not those any more that the namespace is named after."""
 
 
-def watch() -> None:
-    """Notices exchanges from now on."""
+def watch(is_start: bool) -> None:
+    """Notices exchanges from now on. At the start of a server there was none before."""
     updater = getattr(sys.modules.get(MODULE), CLASS, None)
     for name in CALLS if updater is not None else ():
         call = getattr(updater, name)
         if not hasattr(call, "is_watched_by_forebay"):
             setattr(updater, name, _watched(call))
+            if not is_start:
+                _missed.set()
+
+
+def may_have_missed() -> bool:
+    """Whether the weights may not be those any more that SGLang was started with."""
+    return _missed.is_set()
 
 
 def require_the_same() -> None:

@@ -129,7 +129,7 @@ def _text(hf_config: Any) -> str:
 
 
 def weights_digest(path: str) -> str | None:
-    """Digest over names, sizes and samples of the weights in a local directory; None where `path` is no directory.
+    """Digest over names, sizes and samples of the weights in a local directory; None where `path` is no directory that has any.
 
     Samples rather than whole files, so that a start does not read the weights twice. They notice retrained weights, not a
     change of a few values in place.
@@ -137,8 +137,10 @@ def weights_digest(path: str) -> str | None:
     folder = Path(path)
     if not folder.is_dir():
         return None
-    digest = hashlib.sha256()
     files = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
+    if not files:
+        return None
+    digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size};".encode())

@@ -84,6 +84,9 @@ causes! {
         cache directory";
     /// No direct I/O.
     NoDirectIo = "no_direct_io": "O_DIRECT is refused here, without which cuFile has no direct path", "use ext4 or xfs";
+    /// The drive is full.
+    NoSpace = "no_space": "the drive has no room for the file of 1 MiB with which cuFile is tried", "free some space, and open the \
+        cache again; with `cufile: auto` it opens all the same, without cuFile";
     /// The GPU's memory could not be pinned.
     Pinning = "pinning": "the GPU's memory could not be pinned for the drive", "lower `gpu_staging`, or enlarge BAR1 (resizable \
         BAR, IOMMU off or in passthrough)";
@@ -156,6 +159,7 @@ impl CufileReason {
             TransferError::CuFile(err) => CufileCause::of_error(*err),
             TransferError::System(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM) => CufileCause::Permission,
+                Some(libc::ENOSPC | libc::EDQUOT) => CufileCause::NoSpace,
                 _ => CufileCause::Other,
             },
         };

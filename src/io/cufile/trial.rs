@@ -151,7 +151,11 @@ fn file_system(dir: &Path) -> std::result::Result<(), CufileReason> {
 }
 
 fn of_error(e: &Error) -> CufileReason {
-    let cause = if e.kind() == ErrorKind::Permission { CufileCause::Permission } else { CufileCause::Other };
+    let cause = match e.kind() {
+        ErrorKind::Permission => CufileCause::Permission,
+        ErrorKind::NoSpace => CufileCause::NoSpace,
+        _ => CufileCause::Other,
+    };
     CufileReason::new(cause, e.to_string())
 }
 

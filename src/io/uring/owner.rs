@@ -2,9 +2,10 @@
 //! back.
 //!
 //! Invariants: new blocks go to the kernel before callbacks run, so that the drive does not
-//! idle during a callback; blocks that hang past their time-out do not count against the depth,
-//! until there are as many of them as the depth; the thread ends only when nothing is in the
-//! kernel, unless the ring itself is broken: then everything it may still write to is leaked.
+//! idle during a callback; blocks that hang past their time-out count neither against the depth,
+//! until there are as many of them as the depth, nor in the gauge; the thread ends only when
+//! nothing is in the kernel, unless the ring itself is broken: then everything it may still write
+//! to is leaked.
 
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
@@ -200,10 +201,12 @@ impl RingOwner {
         };
         self.free.push(slot);
         self.in_kernel -= 1;
-        self.in_kernel_bytes -= block.span.len;
         self.stuck -= usize::from(block.stuck);
+        self.in_kernel_bytes -= if block.stuck { 0 } else { block.span.len };
         let spec = &self.shared.frame.spec;
         match spec.direction {
+            // It was reported when it was given up.
+            _ if block.stuck => {}
             Direction::Read => {
                 let latency = now.saturating_duration_since(block.started);
                 let latency_ns = latency.as_nanos() as u64;
@@ -242,6 +245,12 @@ impl RingOwner {
             if stuck.contains(&block.span.job) && !block.stuck {
                 block.stuck = true;
                 self.stuck += 1;
+                self.in_kernel_bytes -= block.span.len;
+                let spec = &self.shared.frame.spec;
+                match spec.direction {
+                    Direction::Read => spec.gauge.read_leaves(),
+                    Direction::Write => spec.gauge.write_ends(),
+                }
                 self.ring.push_cancel(slot as u64);
             }
         }

@@ -41,14 +41,31 @@ use crate::index::{self, Access, Entry, EntryKind, SharedShard};
 use crate::io;
 
 /// The lanes of a drive, at one moment.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Lanes {
     pub(super) own: Option<Arc<Lane>>,
     /// All of them, the own one first.
     pub(super) all: Vec<Arc<Lane>>,
+    /// Why a lane that is on the drive is not among them: it is being made, or cannot be read.
+    unread: Option<String>,
 }
 
 impl Lanes {
+    /// Adds a lane of another process, or notes why it cannot be.
+    fn add(&mut self, opened: Result<(Arc<Lane>, Summary)>) -> Option<Summary> {
+        match opened {
+            Ok((lane, summary)) => {
+                self.all.push(lane);
+                Some(summary)
+            }
+            Err(e) => {
+                tracing::debug!(error = %e, "a lane of another process is not ready");
+                self.unread = Some(e.to_string());
+                None
+            }
+        }
+    }
+
     /// Lanes that this process reclaims.
     pub(super) fn held(&self) -> impl Iterator<Item = &Arc<Lane>> {
         self.all.iter().filter(|l| l.is_held())
@@ -253,12 +270,8 @@ impl Volume {
         }
         let mut lanes = Lanes::default();
         for candidate in taken {
-            match around.open_foreign(candidate) {
-                Ok((lane, summary)) => {
-                    mount_generation = mount_generation.max(summary.mount_generation);
-                    lanes.all.push(lane);
-                }
-                Err(e) => tracing::debug!(error = %e, "a lane of another process is not ready"),
+            if let Some(summary) = lanes.add(around.open_foreign(candidate)) {
+                mount_generation = mount_generation.max(summary.mount_generation);
             }
         }
         mount_generation += 1;
@@ -307,6 +320,31 @@ impl Volume {
         Arc::clone(&self.lanes.read())
     }
 
+    /// Makes sure that [`lanes`](Self::lanes) has every lane of the drive: keys of another may be
+    /// served, or come back when it is adopted.
+    ///
+    /// # Errors
+    /// `Io` where a lane cannot be read, and what the shard's lock gives.
+    pub(super) fn find_all_lanes(&self) -> Result<()> {
+        if self.lacks_lanes().is_none() {
+            return Ok(());
+        }
+        self.adopt_orphans()?;
+        // Under the lock no lane is being made.
+        let _lock = self.lock_shard()?;
+        self.seen_lanes.store(0, Ordering::Release);
+        let Some(why) = self.lacks_lanes() else { return Ok(()) };
+        let e = Error::new(ErrorKind::Io, format!("a lane cannot be read, and its keys may still be served: {why}"));
+        Err(e.at(&self.shard_dir).advice("stop the processes that use the cache, and run forebay fsck"))
+    }
+
+    /// Why [`lanes`](Self::lanes) lacks a lane, if it does.
+    fn lacks_lanes(&self) -> Option<String> {
+        let unread = self.lanes().unread.clone();
+        let is_listed = self.seen_lanes.load(Ordering::Acquire) == self.shard.lane_generation();
+        unread.or_else(|| (!is_listed).then(|| "the shard's directory cannot be listed".into()))
+    }
+
     fn set_lanes(&self, lanes: Lanes) {
         *self.lanes.write() = Arc::new(lanes);
     }
@@ -322,17 +360,14 @@ impl Volume {
         let before = Arc::clone(&self.lanes.read());
         let Ok(there) = paths::lanes(&self.shard_dir) else { return };
         let numbers: HashSet<u32> = there.iter().map(|(n, _)| *n).collect();
-        let mut lanes = Lanes { own: before.own.clone(), all: Vec::new() };
+        let mut lanes = Lanes { own: before.own.clone(), ..Lanes::default() };
         let stays = |l: &&Arc<Lane>| l.is_held() || (numbers.contains(&l.number) && l.is_still_there());
         // A lane that was read into memory may have a writer and a shared table by now: it is
         // attached to anew.
         lanes.all.extend(before.all.iter().filter(stays).filter(|l| l.is_held() || l.shared().is_some()).cloned());
         let known: HashSet<u32> = lanes.all.iter().map(|l| l.number).collect();
         for (number, dir) in there.into_iter().filter(|(n, _)| !known.contains(n)) {
-            match self.surroundings().open_foreign(LaneCandidate { number, dir, lock: None }) {
-                Ok((lane, _)) => lanes.all.push(lane),
-                Err(e) => tracing::debug!(lane = number, error = %e, "a lane of another process is not ready"),
-            }
+            lanes.add(self.surroundings().open_foreign(LaneCandidate { number, dir, lock: None }));
         }
         self.set_lanes(lanes);
         self.seen_lanes.store(generation, Ordering::Release);
@@ -346,10 +381,15 @@ impl Volume {
         let held: HashSet<u32> = self.lanes().held().map(|l| l.number).collect();
         for (number, dir) in paths::lanes(&self.shard_dir)?.into_iter().filter(|(n, _)| !held.contains(n)) {
             let _lock = self.lock_shard()?;
-            let Some(lock) = try_lock(&dir)? else { continue };
+            let lock = match try_lock(&dir) {
+                Ok(None) => continue,
+                lock => lock,
+            };
             let around = self.surroundings();
-            let opened = around.open_files(&dir, true).and_then(|files| {
-                around.open_held(LaneCandidate { number, dir: dir.clone(), lock: Some(lock) }, files, LaneRole::Adopted)
+            // One that cannot be adopted must not keep the others.
+            let opened = lock.and_then(|lock| {
+                let files = around.open_files(&dir, true)?;
+                around.open_held(LaneCandidate { number, dir: dir.clone(), lock }, files, LaneRole::Adopted)
             });
             match opened {
                 Ok((lane, summary)) => {
@@ -367,7 +407,7 @@ impl Volume {
         self.ctx.counters.adopted_lanes.add(1);
         let _one = self.scanning.lock();
         let before = Arc::clone(&self.lanes.read());
-        let mut lanes = Lanes { own: before.own.clone(), all: before.all.clone() };
+        let mut lanes = (*before).clone();
         lanes.all.retain(|l| l.number != lane.number);
         lanes.all.push(lane);
         self.set_lanes(lanes);
@@ -378,8 +418,9 @@ impl Volume {
     pub(super) fn forget(&self, number: u32) {
         let _one = self.scanning.lock();
         let before = Arc::clone(&self.lanes.read());
-        let all = before.all.iter().filter(|l| l.number != number).cloned().collect();
-        self.set_lanes(Lanes { own: before.own.clone(), all });
+        let mut lanes = (*before).clone();
+        lanes.all.retain(|l| l.number != number);
+        self.set_lanes(lanes);
         self.shard.bump_lanes();
     }
 

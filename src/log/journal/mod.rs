@@ -82,14 +82,14 @@ enum Progress {
 }
 
 fn do_work(lane: &Arc<Lane>, work: JournalWork) -> Progress {
-    if work.deferred && !lane.submit_deferred() && !work.stop {
+    if work.deferred && !lane.submit_deferred() {
         std::thread::sleep(RETRY);
     }
     if work.grow {
         publish_waiting(lane, grow(lane));
     }
     let mut outcome = Ok(());
-    if work.pages {
+    if work.pages || work.flush.is_some() {
         outcome = write_pages(lane, work.partial_page);
     }
     if work.seal {
@@ -166,6 +166,7 @@ fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
 /// Writes waiting records to fresh pages: full pages, and with `partial` also a last one that is
 /// not full.
 fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
+    renew(lane)?;
     while let Some(batch) = take_batch(lane, partial)? {
         match write_batch(lane, &batch) {
             Ok(()) => hold_batch(lane, &batch)?,
@@ -230,6 +231,14 @@ fn hold_batch(lane: &Lane, batch: &RecordBatch) -> Result<()> {
     Ok(())
 }
 
+/// Has what a failed flush may have lost written again.
+fn renew(lane: &Lane) -> Result<()> {
+    let mut state = lane.state()?;
+    let LaneState { pending, segments, .. } = &mut *state;
+    pending.renew(|| segments.unsealed_records());
+    Ok(())
+}
+
 /// Answers those who asked for a flush up to number `asked`.
 fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
     let outcome = outcome.and_then(|()| lane.flush_data()).and_then(|()| lane.flush_index());
@@ -254,12 +263,12 @@ fn trouble(lane: &Lane, e: &Error) {
     }
 }
 
-/// Whether a stopped lane has nothing left to write, or cannot.
+/// Whether a stopped lane has nothing left to write, or cannot, or not in time.
 fn is_done(lane: &Lane) -> bool {
     lane.state().map_or(true, |state| {
         let pending = &state.pending;
         let idle = pending.waiting() == 0 && !state.puts.has_deferred() && pending.asked().is_none();
-        idle || pending.is_broken()
+        idle || pending.is_broken() || state.life.stop_by.is_some_and(|by| by <= Instant::now())
     })
 }
 

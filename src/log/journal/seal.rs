@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader, RegionLayout};
-use crate::index::{EntryKind, SegmentState};
+use crate::index::{Entry, EntryKind, Mark, SegmentState};
 
 /// Records whose uses are read while the lane's lock is held once.
 const USES_AT_ONCE: usize = 256;
@@ -189,7 +189,7 @@ pub(in crate::log) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -
         Err(e) => return Err(e),
     }
     let mut records = Vec::new();
-    lane.table().for_each(|_, e| {
+    let mut note = |e: &Entry| {
         if (e.segment, e.epoch) != (segment, epoch) {
             return;
         }
@@ -199,6 +199,10 @@ pub(in crate::log) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -
         let (sequence, page, pages, header_crc) = (e.seq, e.page, e.pages, e.header_crc);
         let put = Record::new(RecordKind::Put, key_kind, e.key);
         records.push(Record { sequence, segment, epoch, page, pages, header_crc, ..put });
-    });
+    };
+    let table = lane.table();
+    table.for_each(|_, e| note(e));
+    // Also those on their way out: an entry that outlives its segment would never leave.
+    [Mark::Leaving, Mark::Removed].into_iter().for_each(|mark| table.for_each_marked(mark, &mut note));
     Ok(records)
 }

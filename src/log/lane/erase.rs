@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::Lane;
+use super::{Lane, LaneRole};
 #[cfg(test)]
 use crate::error::Error;
 use crate::error::{ErrorKind, Result};
@@ -125,7 +125,8 @@ impl Lane {
         Ok(())
     }
 
-    /// As [`wipe`](Self::wipe), for a whole segment; whether its space was given back.
+    /// As [`wipe`](Self::wipe), for a whole segment; whether its space was given back. Nothing is
+    /// appended to an adopted lane: without holes its file ends with the last segment in use.
     ///
     /// # Errors
     /// As [`erase`](Self::erase).
@@ -133,6 +134,13 @@ impl Lane {
         let (offset, bytes) = (u64::from(segment) * self.segment_bytes(), self.segment_bytes());
         if self.punch(offset, bytes) {
             return Ok(true);
+        }
+        if self.role == LaneRole::Adopted && self.never_has_holes() {
+            let end = self.state()?.segments.end_without(segment);
+            if end <= segment {
+                let len = (u64::from(end) * self.segment_bytes()).min(self.data.len()?);
+                return self.data.set_len(len).map(|()| true);
+            }
         }
         self.wipe(offset, bytes).map(|()| false)
     }

@@ -53,7 +53,13 @@ impl Lane {
     /// # Errors
     /// Those of the drive.
     pub(in crate::log) fn flush_index(&self) -> Result<()> {
-        self.wait(Request::flush(Arc::clone(&self.index), drop))
+        self.wait(Request::flush(Arc::clone(&self.index), drop)).inspect_err(|e| {
+            if e.kind() != ErrorKind::Busy
+                && let Ok(mut state) = self.state()
+            {
+                state.pending.doubt();
+            }
+        })
     }
 
     /// Whether a write of a segment's region has not ended.

@@ -83,6 +83,8 @@ pub(super) enum LaneRole {
 #[derive(Debug, Default)]
 pub(super) struct Life {
     pub(super) stop: bool,
+    /// When a lane that stops gives up what it could not write by then.
+    pub(super) stop_by: Option<Instant>,
     /// The journal thread has ended.
     pub(super) stopped: bool,
     /// Tests only: the threads end without writing anything more.

@@ -33,6 +33,8 @@ pub(in crate::log) struct Pending {
     asked: u64,
     done: u64,
     error: Option<(ErrorKind, String)>,
+    /// A flush has failed since the records were last made to wait again for that.
+    is_doubtful: bool,
     /// Reclaim waits: it may use the ring's last pages.
     urgent: bool,
     /// Writes to index.kv that failed in a row.
@@ -149,17 +151,30 @@ impl Pending {
         (self.asked > self.done).then_some(self.asked)
     }
 
-    /// Answers the flushes up to number `asked`. After a failed flush, pages written since the last
-    /// good one may be lost even if a later flush succeeds. So all records of unsealed segments
-    /// (`unsealed`) wait to be written again. What waits about slots that are gone, which are not
-    /// among these, goes on waiting.
-    pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
-        if outcome.is_err() {
+    /// A flush of index.kv failed: pages written since the last good one may be lost, even if a
+    /// later flush succeeds.
+    pub(in crate::log) fn doubt(&mut self) {
+        self.is_doubtful = true;
+    }
+
+    /// After a failed flush all records of unsealed segments (`unsealed`) wait to be written again.
+    /// What waits about slots that are gone, which are not among these, goes on waiting.
+    pub(in crate::log) fn renew(&mut self, unsealed: impl FnOnce() -> Vec<Record>) {
+        if std::mem::take(&mut self.is_doubtful) {
             let gone: Vec<Record> = self.records.drain(..).filter(|r| r.kind == RecordKind::Gone).collect();
             self.records = unsealed().into();
             self.records.extend(gone);
             self.since = (!self.records.is_empty()).then(Instant::now);
         }
+    }
+
+    /// Answers the flushes up to number `asked`, and renews what may be lost. `Busy` says that
+    /// nothing was flushed, not that it failed.
+    pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
+        self.is_doubtful |= outcome.as_ref().is_err_and(|e| e.kind() != ErrorKind::Busy);
+        let doubt = || Error::new(ErrorKind::Io, "another flush failed meanwhile");
+        let outcome = outcome.and_then(|()| if self.is_doubtful { Err(doubt()) } else { Ok(()) });
+        self.renew(unsealed);
         self.done = self.done.max(asked);
         self.error = outcome.err().map(|e| (e.kind(), e.to_string()));
     }
@@ -192,5 +207,27 @@ impl Pending {
     /// Whether the lane takes no more puts.
     pub(in crate::log) fn is_broken(&self) -> bool {
         self.failures >= BROKEN_AFTER
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::record::KeyKind;
+    use crate::key::ChunkKey;
+
+    #[test]
+    fn only_a_flush_that_was_tried_has_records_written_again() {
+        let record = |n: u8| Record::new(RecordKind::Put, KeyKind::Chain, ChunkKey([n; 32]));
+        let mut pending = Pending::new(16, 0);
+        pending.log(record(2));
+        let mut waiting = Vec::new();
+        for kind in [ErrorKind::Busy, ErrorKind::Io] {
+            let asked = pending.ask();
+            pending.answer(asked, Err(Error::new(kind, "no")), || vec![record(1), record(2)]);
+            assert_eq!(pending.outcome(asked).unwrap().unwrap_err().kind(), kind);
+            waiting.push(pending.waiting());
+        }
+        assert_eq!(waiting, [1, 2]);
     }
 }

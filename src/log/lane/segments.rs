@@ -58,6 +58,8 @@ pub(in crate::log) struct Segment {
     /// on, are known to be unreadable durably.
     gone: Vec<u32>,
     settled: usize,
+    /// So many of `gone`, the first ones, were listed when the lane was opened.
+    gone_at_opening: usize,
     /// Those of `gone` that are still readable: a slot is listed before it is made unreadable.
     going: Vec<u32>,
     /// The list on the drive differs from `gone` and `settled`.
@@ -82,6 +84,7 @@ impl Segment {
             full_since: None,
             gone: Vec::new(),
             settled: 0,
+            gone_at_opening: 0,
             going: Vec::new(),
             gone_changed: false,
         }
@@ -204,6 +207,7 @@ impl Segments {
             max_seq: found.sequences.1,
             last_expiry_s: found.last_expiry_s,
             records: found.records,
+            gone_at_opening: found.gone.len(),
             gone: found.gone,
             settled,
             ..Segment::absent(found.epoch)
@@ -233,6 +237,11 @@ impl Segments {
     /// Segments that take space.
     pub(in crate::log) fn in_use(&self) -> usize {
         self.list.iter().filter(|s| s.is_in_use()).count()
+    }
+
+    /// The number after that of the last segment in use, `segment` not counted.
+    pub(in crate::log) fn end_without(&self, segment: u32) -> u32 {
+        self.iter().filter(|(n, s)| *n != segment && s.is_in_use()).last().map_or(0, |(n, _)| n + 1)
     }
 
     /// Whether this use of a segment is sealed and at rest.
@@ -362,6 +371,11 @@ impl Segments {
             _ => {}
         }
         false
+    }
+
+    /// First pages of the slots of a segment that were gone when the lane was opened.
+    pub(in crate::log) fn gone_at_opening(&self, segment: u32) -> &[u32] {
+        self.get(segment).and_then(|s| s.gone.get(..s.gone_at_opening)).unwrap_or_default()
     }
 
     /// Notes that a slot is unreadable now.

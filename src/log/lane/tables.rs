@@ -90,6 +90,9 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
     let shared = index::SharedLane::create(&file, &spec)?;
     paths::put_in_place(dir, paths::LANE_SHM)?;
     if let Some(old) = old {
+        if !old.erasures_are_durable() {
+            shared.note_erasure();
+        }
         old.mark_moved();
     }
     Ok(shared)

@@ -137,6 +137,12 @@ impl Log {
         self.ctx.check().is_ok() && self.volumes.iter().any(|v| v.find(key).is_some())
     }
 
+    /// Whether all drives answer. Of what lies on one that does not nothing is found for a while.
+    #[must_use]
+    pub fn answers(&self) -> bool {
+        self.ctx.check().is_ok() && self.volumes.iter().all(|v| v.answers.is_good() && !v.is_lost())
+    }
+
     /// What the index says of a key that is stored. No lease, no I/O; does not count as a use.
     #[must_use]
     pub fn peek(&self, key: &ChunkKey) -> Option<ChunkInfo> {
@@ -145,9 +151,17 @@ impl Log {
     }
 
     /// Finds a chunk and leases it for at most `pin`, and as long as the returned value or a clone
-    /// lives.
+    /// lives. Counts as a use.
     #[must_use]
     pub fn locate(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
+        let chunk = self.hold(key, pin)?;
+        touch(&chunk.lane, std::slice::from_ref(key));
+        Some(chunk)
+    }
+
+    /// As [`locate`](Self::locate), for what is only looked after: does not count as a use.
+    #[must_use]
+    pub fn hold(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
         self.ctx.check().ok()?;
         self.volumes.iter().find_map(|v| self.locate_on(v, key, pin))
     }
@@ -168,7 +182,6 @@ impl Log {
             if !lane.get(key).is_some_and(|e| here(&e) == here(&entry)) {
                 continue;
             }
-            touch(&lane, std::slice::from_ref(key));
             return Some(self.chunk(volume.number, lane, &entry, lease));
         }
         None
@@ -284,7 +297,8 @@ impl Log {
 /// Marks the entry of a bad slot as removed: its key is not found from now on. The lane's holder
 /// makes the slot unreadable; until it has, the key cannot be stored again in that lane.
 fn discard(volume: &Volume, lane: &Lane, entry: &Entry) {
-    if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(false)
+    // Where the table has just been replaced, the new one may have taken the mark over.
+    if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(true)
         && let Some(shared) = lane.shared()
     {
         shared.note_removal();

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
+use crate::index::{Access, SharedShard};
 use crate::log::base::lock::ShardLock;
 use crate::log::base::paths;
 use crate::log::drive::Volume;
@@ -45,8 +46,12 @@ fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
     let _shard_lock = ShardLock::take(shard, volume.ctx.options.io_timeout)?;
     let Some(_lock) = try_lock(lane)? else { return Ok(false) };
     tracing::info!(lane = %lane.display(), "an orphaned lane is removed to make space");
-    delete(lane)?;
-    Ok(true)
+    let deleted = delete(lane);
+    // Who only reads it has its files open, and they keep their space until it lets go of them.
+    let page = paths::open_small(&shard.join(paths::SHARD_SHM), false)
+        .and_then(|file| SharedShard::attach(&file, volume.ctx.boot, Access::ReadWrite));
+    page.iter().for_each(SharedShard::bump_lanes);
+    deleted.map(|()| true)
 }
 
 /// Deletes a lane whose lock, and that of its shard, the caller has.
@@ -65,17 +70,18 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
     for lane in lanes.held().filter(|l| l.role == LaneRole::Adopted && is_empty(l)) {
         // Removals after this do not look into the lane, and a power cut may bring its files back:
         // so its slots must be unreadable durably first.
-        if let Err(e) = lane.flush_erasures() {
-            tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
-            continue;
-        }
-        let removed = volume.lock_shard().and_then(|_lock| {
-            volume.forget(lane.number);
-            let deleted = delete(&lane.dir);
-            // A process may have attached to it again before its files were deleted.
-            volume.shard.bump_lanes();
-            deleted
-        });
+        // Its lock is kept until it is forgotten: another process could take it, and lose its files.
+        let _lock = match lane.flush_erasures().and_then(|()| volume.lock_shard()) {
+            Ok(lock) => lock,
+            Err(e) => {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
+                continue;
+            }
+        };
+        volume.forget(lane.number);
+        let removed = delete(&lane.dir);
+        // A process may have attached to it again before its files were deleted.
+        volume.shard.bump_lanes();
         lane.release();
         match removed {
             Ok(()) => tracing::info!(lane = %lane.dir.display(), "an empty adopted lane was removed"),

@@ -24,8 +24,10 @@ pub(super) fn count(volume: &Volume) {
 
 /// Makes room for tenants that are at their quota.
 pub(super) fn enforce(volume: &Volume) {
-    let (Some(quota), Some(own)) = (&volume.quota, volume.own()) else { return };
-    if quota.excess(volume).is_empty() || own.has_no_holes() {
+    let Some(quota) = &volume.quota else { return };
+    let lanes = volume.lanes();
+    let lanes: Vec<&Arc<Lane>> = lanes.held().filter(|lane| !lane.has_no_holes()).collect();
+    if lanes.is_empty() || quota.excess(volume).is_empty() {
         return;
     }
     // Other processes may have evicted chunks since the last count.
@@ -33,47 +35,51 @@ pub(super) fn enforce(volume: &Volume) {
     let excess = quota.excess(volume);
     quota.forget_refused();
     for (tenant, bytes) in excess {
-        if let Err(e) = give_up(volume, &own, tenant, bytes) {
-            tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk of a tenant at its quota was evicted");
+        if let Err(e) = give_up(volume, &lanes, tenant, bytes) {
+            tracing::debug!(drive = %volume.root.display(), error = %e, "no chunk of a tenant at its quota was evicted");
         }
     }
-    evict::flush_evictions(&own);
+    lanes.iter().for_each(|lane| evict::flush_evictions(lane));
 }
 
-fn give_up(volume: &Volume, own: &Arc<Lane>, tenant: u64, bytes: u64) -> Result<()> {
-    let chosen = choose(own, tenant, bytes)?;
-    {
-        let mut state = own.state()?;
-        chosen.iter().for_each(|e| policy::forget(&mut state, &e.key));
+fn give_up(volume: &Volume, lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Result<()> {
+    let mut chosen = choose(lanes, tenant, bytes)?;
+    for &lane in lanes {
+        let of_lane: Vec<Entry> = chosen.extract_if(.., |(number, _)| *number == lane.number).map(|(_, e)| e).collect();
+        {
+            let mut state = lane.state()?;
+            of_lane.iter().for_each(|e| policy::forget(&mut state, &e.key));
+        }
+        let evicted = evict::evict(volume, lane, of_lane)?;
+        volume.ctx.counters.quota_evicted.add(evicted.chunks);
     }
-    let evicted = evict::evict(volume, own, chosen)?;
-    volume.ctx.counters.quota_evicted.add(evicted.chunks);
     Ok(())
 }
 
 /// About `bytes` of the tenant's chunks in sealed segments without leases, in the order in which
-/// they are to be evicted.
-fn choose(own: &Lane, tenant: u64, bytes: u64) -> Result<Vec<Entry>> {
-    let state = own.state()?;
-    let table = own.table();
-    let mut all: Vec<(u32, Reverse<u32>, Entry)> = Vec::new();
-    table.for_each(|slot, e| {
-        if tenant_of(e) == Some(tenant) {
-            all.push((state.usage.recency().get(slot).0, Reverse(e.depth), *e));
-        }
-    });
-    all.sort_unstable_by_key(|(tick, depth, e)| (*tick, *depth, e.seq));
-    let mut leased: HashMap<u32, bool> = HashMap::new();
+/// they are to be evicted, each with the number of its lane.
+fn choose(lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Result<Vec<(u32, Entry)>> {
+    let mut all: Vec<(u32, Reverse<u32>, &Arc<Lane>, Entry)> = Vec::new();
+    for &lane in lanes {
+        let state = lane.state()?;
+        lane.table().for_each(|slot, e| {
+            if tenant_of(e) == Some(tenant) && state.segments.is_at_rest(e.segment, e.epoch) {
+                all.push((state.usage.recency().get(slot).0, Reverse(e.depth), lane, *e));
+            }
+        });
+    }
+    all.sort_unstable_by_key(|(tick, depth, _, e)| (*tick, *depth, e.seq));
+    let mut leased: HashMap<(u32, u32), bool> = HashMap::new();
     let mut sum = 0;
     let mut chosen = Vec::new();
-    for (_, _, e) in all {
+    for (_, _, lane, e) in all {
         if sum >= bytes {
             break;
         }
-        let is_leased = *leased.entry(e.segment).or_insert_with(|| own.is_leased(e.segment, e.epoch));
-        if !is_leased && state.segments.is_at_rest(e.segment, e.epoch) {
+        let is_leased = || lane.is_leased(e.segment, e.epoch);
+        if !*leased.entry((lane.number, e.segment)).or_insert_with(is_leased) {
             sum += slot_bytes(&e);
-            chosen.push(e);
+            chosen.push((lane.number, e));
         }
     }
     Ok(chosen)

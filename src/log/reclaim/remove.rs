@@ -90,7 +90,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     }
     let until = Instant::now() + volume.ctx.options.io_timeout;
     let removal = KeyRemoval { volume, keys, until, by_others: Cell::new(false) };
-    let mut outcome = Ok(());
+    let mut outcome = volume.find_all_lanes();
     let mut touched: Vec<Arc<Lane>> = Vec::new();
     // Repeated until nothing is found: reclaim may have moved a chunk from a lane not yet looked at
     // to one that was. A move by another process leaves no trace in the lane it came from, so where

@@ -90,7 +90,7 @@ pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
             let Some(victim) = Victim::of(lane, dead.segment, hot_since) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
-                break;
+                continue;
             }
             count += 1;
         }
@@ -105,7 +105,6 @@ pub(super) fn reclaim_expired(volume: &Volume) {
             let Some(victim) = Victim::of(lane, segment, 0) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
-                return;
             }
         }
     }
@@ -127,7 +126,12 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let gives_room = |lane: &&Arc<Lane>| !lane.has_no_holes() || lane.never_has_holes();
     for lane in volume.lanes().held().filter(gives_room) {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
-        let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
+        let (mut sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
+        if lane.role == LaneRole::Adopted && lane.never_has_holes() {
+            // Only the last segment's space can be given back: the file is cut off before it.
+            let last = lane.state().ok()?.segments.iter().filter(|(_, s)| s.is_in_use()).last().map(|(n, _)| n);
+            sealed.retain(|s| Some(s.segment) == last);
+        }
         // An empty segment goes first: nothing is lost with it. A sample may overlook a chunk; the
         // counts in shared memory do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
@@ -225,7 +229,7 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
     }
     write_free(lane, victim).or_else(|_| write_free(lane, victim))?;
     let is_given_back = erase(lane, victim)?;
-    forget(lane, victim, records)?;
+    forget(volume, victim, records)?;
     hand_over(volume, victim, is_given_back)
 }
 
@@ -364,11 +368,16 @@ fn erase(lane: &Lane, victim: &Victim) -> Result<bool> {
 }
 
 /// Takes the segment's entries out of the table.
-fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
+fn forget(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<()> {
+    let lane = &victim.lane;
     let shared = lane.shared();
     shared.iter().for_each(|s| s.note_erasure());
     let mut state = lane.state()?;
     let table = lane.table();
+    // What recovery did not enter, or a clear took out, is in no list of partial chunks.
+    let floor = volume.shard.floor();
+    let not_entered: HashSet<u32> = state.segments.gone_at_opening(victim.segment).iter().copied().collect();
+    let is_listed = |r: &Record| r.sequence > floor && !not_entered.contains(&r.page);
     for record in records {
         let is_here = |e: &index::Entry| (e.segment, e.epoch, e.seq) == (victim.segment, victim.epoch, record.sequence);
         if table.get_marked(&record.key).is_some_and(|(e, ..)| is_here(&e))
@@ -377,7 +386,7 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
             policy::note_dropped(&mut state, &record.key);
         }
         // A partial chunk also leaves the list below the chunk before it.
-        if let Some(length) = partial_length(record, state.chunk_tokens()) {
+        if let Some(length) = partial_length(record, state.chunk_tokens()).filter(|_| is_listed(record)) {
             table.drop_partial(&record.parent, length)?;
         }
     }

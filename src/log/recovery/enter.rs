@@ -6,7 +6,7 @@ use crate::format::record::Record;
 use crate::format::superblock::Superblock;
 use crate::index::{self, Entry, Inserted, SegmentState, Table};
 use crate::log::base::ctx::Ctx;
-use crate::log::lane::{FoundSegment, LaneState, Pending, SegmentPhase, entry_of, expiry_of};
+use crate::log::lane::{FoundSegment, LaneState, Pending, SegmentPhase, entry_of, expiry_of, partial_length};
 
 /// Records entered at once: the table's memory is fetched ahead within a batch.
 const BATCH: usize = 512;
@@ -31,6 +31,10 @@ pub(super) struct Recovery<'a> {
     expiries: Vec<u64>,
     /// Entries that another record of their key has kept out of the table, or replaced there.
     twins: Vec<Entry>,
+    /// Records that found no place in the table, and whether that was for want of room.
+    lost: u64,
+    lacks_room: bool,
+    partials: u64,
 }
 
 impl<'a> Recovery<'a> {
@@ -46,11 +50,22 @@ impl<'a> Recovery<'a> {
                 drop(shared.set_live(segment, 0, 0));
             }
         }
-        Self { ctx, table, shared, state, superblock, expiries: Vec::new(), twins: Vec::new() }
+        let (expiries, twins) = (Vec::new(), Vec::new());
+        Self { ctx, table, shared, state, superblock, expiries, twins, lost: 0, lacks_room: false, partials: 0 }
     }
 
-    /// Enters records of one segment. The table was made for as many as there can be; what finds no
-    /// place in it (an unlucky spread) is counted as damaged, and is a miss.
+    /// Whether the table was too small.
+    pub(super) fn lacks_room(&self) -> bool {
+        self.lacks_room
+    }
+
+    /// Partial chunks seen: each may need a place for its list too.
+    pub(super) fn partials(&self) -> u64 {
+        self.partials
+    }
+
+    /// Enters records of one segment. What finds no place in the table is counted as damaged, and
+    /// is a miss.
     pub(super) fn take(&mut self, records: &[Record]) -> Result<()> {
         let Some(first) = records.first() else { return Ok(()) };
         let segment = first.segment as usize;
@@ -64,6 +79,8 @@ impl<'a> Recovery<'a> {
     }
 
     fn enter(&mut self, records: &[Record]) -> Result<()> {
+        let tokens = self.state.chunk_tokens();
+        self.partials += records.iter().filter(|r| partial_length(r, tokens).is_some()).count() as u64;
         let entries: Vec<Entry> = records.iter().map(entry_of).collect();
         let mut rest = entries.as_slice();
         let mut outcomes: Vec<Option<Inserted>> = Vec::with_capacity(entries.len());
@@ -71,7 +88,8 @@ impl<'a> Recovery<'a> {
             match self.table.insert_many(rest, |_, inserted| outcomes.push(Some(inserted))) {
                 Ok(()) => {}
                 Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::InvalidInput) => {
-                    self.ctx.counters.damaged_records.add(1);
+                    self.lost += 1;
+                    self.lacks_room |= e.kind() == ErrorKind::NoSpace;
                     outcomes.push(None);
                 }
                 Err(e) => return Err(e),
@@ -86,7 +104,7 @@ impl<'a> Recovery<'a> {
             }
             match self.state.entered(&self.table, self.shared.as_ref(), (record, entry), inserted) {
                 // The list of partial chunks found no place: they are stored but not found.
-                Err(e) if e.kind() == ErrorKind::NoSpace => {}
+                Err(e) if e.kind() == ErrorKind::NoSpace => self.lacks_room = true,
                 outcome => drop(outcome?),
             }
         }
@@ -97,7 +115,7 @@ impl<'a> Recovery<'a> {
     /// slots may still be readable, although no entry names them.
     pub(super) fn finish(mut self, found: FoundIndex) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
         let counters = &self.ctx.counters;
-        counters.damaged_records.add(found.damaged);
+        counters.damaged_records.add(found.damaged + self.lost);
         counters.recovered_records.add(found.records);
         if found.damaged > 0 {
             tracing::warn!(damaged = found.damaged, "index.kv is damaged: chunks whose slots are not found are misses");

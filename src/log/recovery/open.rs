@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::enter::{Recovery, Summary};
-use super::reader::{self, Reader};
+use super::reader::{self, FoundIndex, Reader};
 use super::scan::record_of_header;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
 use crate::format::{FeatureAccess, PAGE_BYTES};
-use crate::index::{Entry, Table};
+use crate::index::{Entry, SharedLane, Table};
 use crate::io::{self, AlignedBuf, DirectFile, FileOptions};
 use crate::log::base::budget::Budget;
 use crate::log::base::ctx::Ctx;
@@ -23,8 +23,8 @@ use crate::log::base::paths;
 use crate::log::base::sizes::{self, Sizes};
 use crate::log::journal;
 use crate::log::lane::{
-    Lane, LaneParts, LaneRole, SegmentPhase, SlotRange, anonymous_table, attach_shared, attach_table, make_table,
-    shared_state, show_table,
+    Lane, LaneParts, LaneRole, LaneState, SegmentPhase, SlotRange, anonymous_table, attach_shared, attach_table,
+    make_table, shared_state, show_table,
 };
 
 /// A lane directory whose lock this process has, or that it may only look at.
@@ -209,16 +209,11 @@ impl Surroundings {
             // own lane, writing the superblock has just flushed index.kv.
             index.sync_data()?;
         }
-        let reader = Reader::survey(&index, &data, &superblock)?;
-        let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
-        let table = make_table(ctx, &candidate.dir, entries, generation)?;
         // All of it is about to be written, in no order: one sweep costs less than a page fault
         // each.
-        table.populate();
-        let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
-        let found = reader.replay(&mut |records| recovery.take(records))?;
-        let (state, table, summary, twins) = recovery.finish(found)?;
+        let make = |entries| make_table(ctx, &candidate.dir, entries, generation).inspect(Table::populate);
+        let (state, table, summary, twins) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
             number: candidate.number,
@@ -312,12 +307,34 @@ fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_
 }
 
 fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Superblock) -> Result<(Table, Summary)> {
+    let make = |entries| anonymous_table(ctx, entries);
+    recover(ctx, (index, data, sb), None, make).map(|(_, table, summary, _)| (table, summary))
+}
+
+/// Reads a lane's index into a table that `make` makes for so many entries.
+fn recover<'a>(
+    ctx: &'a Ctx,
+    (index, data, sb): (&'a DirectFile, &'a DirectFile, &'a Superblock),
+    shared: Option<&SharedLane>,
+    make: impl Fn(u64) -> Result<Table>,
+) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
+    let read = |reader: Reader<'a>, table: Table| -> Result<(Recovery<'a>, FoundIndex)> {
+        let mut recovery = Recovery::new(sb, ctx, table, shared.cloned());
+        let found = reader.replay(&mut |records| recovery.take(records))?;
+        Ok((recovery, found))
+    };
     let reader = Reader::survey(index, data, sb)?;
-    let table = anonymous_table(ctx, reader.expected())?;
-    let mut recovery = Recovery::new(sb, ctx, table, None);
-    let found = reader.replay(&mut |records| recovery.take(records))?;
-    let (_, table, summary, _) = recovery.finish(found)?;
-    Ok((table, summary))
+    let entries = reader.expected();
+    let (mut recovery, mut found) = read(reader, make(entries)?)?;
+    if recovery.lacks_room() {
+        // The lists of partial chunks take room too; how many there are is known only now. A
+        // removal would not find what is left out.
+        let needed = entries + recovery.partials();
+        drop(recovery);
+        let table = make(needed).or_else(|_| make(entries))?;
+        (recovery, found) = read(Reader::survey(index, data, sb)?, table)?;
+    }
+    recovery.finish(found)
 }
 
 /// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of
@@ -333,11 +350,15 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
         (absent, state.segments.unsettled())
     };
     let data_bytes = lane.data.len()?;
+    // A hole behind the file's end costs nothing, and shows whether the file system takes any: chunks
+    // that are given up for a hole it refuses would be lost for nothing.
+    lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
     let mut is_punched = !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
-            is_punched |= has_data(lane, offset)?;
+            // Where none is taken, the file of an adopted lane becomes shorter by several at once.
+            is_punched |= lane.has_failed_a_hole() || has_data(lane, offset)?;
             let is_given_back = lane.wipe_segment(number)?;
             // In a file without holes all of it has space.
             if !is_given_back && lane.role == LaneRole::Own && offset + lane.segment_bytes() <= data_bytes {

@@ -13,6 +13,7 @@ use crate::error::ErrorKind;
 use crate::format::journal;
 use crate::format::record::{RECORD_BYTES, Record};
 use crate::format::superblock::Superblock;
+use crate::index::{Mark, Reclaim};
 use crate::io::{DirectFile, FileOptions};
 use crate::log::lane::LaneRole;
 use crate::log::{Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim, recover};
@@ -162,6 +163,24 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     assert!(log.stats().damaged_records > 0, "the region");
     assert!((0..5).all(|n| !has(&log, n)), "removed, and back");
     assert!(has(&log, 50));
+}
+
+/// Otherwise its entry would stay for ever: the key could not be stored again, and a removal would
+/// make a hole in what lies at its place by then.
+#[test]
+fn what_was_marked_in_a_segment_with_a_damaged_region_goes_with_the_segment() {
+    let dir = temp();
+    let policy = Reclaim::Fifo;
+    let log = Log::open(LogOptions { foreground: true, policy, ..options(dir.path()) }).unwrap();
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let own = log.volumes[0].own().unwrap();
+    let entry = own.get(&key(1)).unwrap();
+    let region = File::options().read(true).write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
+    flip(&region, (own.region_offset(entry.segment) + 20) * 8);
+    assert!(own.table().mark(&key(1), entry.seq, Mark::Removed).unwrap());
+    assert!(reclaim::steps::reclaim_one(&log.volumes[0]));
+    assert!((0..5).all(|n| own.table().get_marked(&key(n)).is_none()));
 }
 
 /// The table must have room for them: a removal finds only what it names.

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -38,6 +38,7 @@ const DATA_FLUSH_EIO: u8 = 7;
 /// As Linux does it: the flush fails, and the pages that it could not write count as written.
 const INDEX_LOST: u8 = 8;
 const INDEX_EIO_ONCE: u8 = 9;
+const INDEX_BUSY: u8 = 10;
 
 impl Switch {
     fn set(&self, fault: u8) {
@@ -58,6 +59,7 @@ impl Switch {
             HANG if is("data.kv") && request.op == Op::Write => Fault::Hang,
             // Every second request gets through.
             BUSY if self.hits.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) => Fault::Busy,
+            INDEX_BUSY if is("index.kv") => Fault::Busy,
             FLUSH_EIO if request.op == Op::Flush => Fault::Fail,
             DATA_FLUSH_EIO if is("data.kv") && request.op == Op::Flush => Fault::Fail,
             INDEX_LOST if is("index.kv") && request.op == Op::Write => Fault::Ignore,
@@ -194,6 +196,23 @@ fn what_a_failed_flush_has_lost_is_written_again() {
     log.flush().unwrap();
     let log = crash(log);
     assert!((0..5).all(|n| has(&log, n)), "the second flush spoke of pages that the first one had lost");
+}
+
+#[test]
+fn what_a_seal_that_failed_has_lost_of_other_segments_is_written_again() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    // More than a segment holds: the first is full, and the records of the second are only in the
+    // journal.
+    (0..30).for_each(|n| assert!(store(&log, n)));
+    switch.set(INDEX_LOST);
+    log.turn(Turn::Commit);
+    assert_eq!((log.stats().sealed, log.stats().write_errors), (0, 1));
+    switch.set(NONE);
+    log.flush().unwrap();
+    assert!(log.stats().sealed > 0);
+    let log = crash(log);
+    assert!((0..30).all(|n| has(&log, n)), "the flush spoke of pages that the seal's flush had lost");
 }
 
 #[test]
@@ -353,6 +372,19 @@ fn a_ring_that_is_full_waits_for_the_put_that_keeps_it_and_is_no_error() {
     log.flush().unwrap();
     let log = crash(log);
     assert!(has(&log, 0) && others.into_iter().all(|n| has(&log, n)));
+}
+
+#[test]
+fn a_close_ends_though_the_queue_takes_nothing_any_more() {
+    let dir = temp();
+    let io_timeout = Duration::from_millis(300);
+    let (log, switch) = faulty(LogOptions { io_timeout, ..options(dir.path()) });
+    switch.set(INDEX_BUSY);
+    assert!(store(&log, 1));
+    let begun = Instant::now();
+    assert!(log.close(begun + io_timeout).is_err());
+    assert!(begun.elapsed() < Duration::from_secs(20), "a write that waits for room holds it up for one time-out");
+    switch.set(NONE);
 }
 
 #[test]

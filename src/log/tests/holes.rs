@@ -529,3 +529,52 @@ fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
     adopted.pause_holes(Duration::ZERO);
     assert!(steps::reclaim_one(volume) && kept() < 60);
 }
+
+#[test]
+fn without_holes_an_adopted_lane_gives_its_space_back_segment_by_segment() {
+    let dir = temp();
+    let older = Log::open(options(dir.path())).unwrap();
+    (0..60).for_each(|n| assert!(store(&older, n)));
+    older.seal(soon()).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    older.abandon();
+    drop(older);
+    log.turn(Turn::Scan);
+    let volume = &log.volumes[0];
+    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    adopted.set_no_holes();
+    let segments = || adopted.state().unwrap().segments.in_use();
+    while segments() > 0 {
+        let (before, kept, bytes) = (segments(), adopted.table().len(), adopted.data.allocated_bytes().unwrap());
+        assert!(steps::reclaim_one(volume));
+        assert_eq!(segments(), before - 1);
+        assert!(adopted.data.allocated_bytes().unwrap() < bytes, "room is free at once");
+        assert!(before == 1 || (1..kept).contains(&adopted.table().len()), "the others stay");
+    }
+}
+
+/// Otherwise the chunk is there for a put, and for no lookup.
+#[test]
+fn a_partial_chunk_that_was_given_up_and_stored_again_is_found_when_its_first_segment_has_gone() {
+    let partial = || PutSpec::chunk(key(900), key(7), 5, 8);
+    for clears in [false, true] {
+        let dir = temp();
+        let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
+        fill(&log, 0..8);
+        assert!(store_spec(&log, partial(), 900, 0).unwrap());
+        if clears {
+            log.clear().unwrap();
+            log.turn(Turn::Maintain);
+            log.seal(soon()).unwrap();
+        } else {
+            log.seal(soon()).unwrap();
+            assert_eq!(evict(&log, &[900]).0, 1);
+        }
+        assert!(store_spec(&log, partial(), 900, 0).unwrap());
+        log.seal(soon()).unwrap();
+        let log = if clears { log } else { reopen(log) };
+        log.remove(&(0..8).map(key).collect::<Vec<_>>()).unwrap();
+        assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
+        assert_eq!((log.lookup_partials(&key(7)), log.lookup(&[key(900)])), (vec![5], 1), "cleared: {clears}");
+    }
+}

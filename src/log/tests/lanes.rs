@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::log::{Log, LogOptions, Mode, Placement, PutSpec};
+use crate::log::base::lock::ShardLock;
+use crate::log::lane::LaneRole;
+use crate::log::recovery::try_lock;
+use crate::log::{Log, LogOptions, Mode, Placement, PutSpec, Turn};
 
 fn scanning(dir: &std::path::Path) -> LogOptions {
     LogOptions { scan_interval: Duration::from_millis(20), ..options(dir) }
@@ -96,6 +99,48 @@ fn a_lane_whose_writer_died_is_adopted_and_lanes_stay_few() {
     let a = open(dir.path());
     assert_eq!(a.stats().lanes, 1);
     assert!((0..20).all(|n| !has(&a, n)));
+}
+
+#[test]
+fn a_lane_that_cannot_be_locked_does_not_keep_others_from_being_adopted() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    let others = [open(dir.path()), open(dir.path())];
+    others.iter().zip(0..).for_each(|(other, n)| assert!(store(other, n)));
+    others.iter().for_each(|other| other.flush().unwrap());
+    let spoilt = others[0].volumes[0].own().unwrap().dir.join("LOCK");
+    others.iter().for_each(|other| other.abandon());
+    drop(others);
+    std::fs::remove_file(&spoilt).unwrap();
+    std::fs::create_dir(&spoilt).unwrap();
+    log.turn(Turn::Scan);
+    assert_eq!(log.stats().adopted_lanes, 1);
+    assert!(has(&log, 1));
+}
+
+/// Otherwise another process takes it as its own, and loses it at the next scan of this one.
+#[test]
+fn an_empty_lane_that_cannot_be_removed_yet_stays_locked() {
+    let dir = temp();
+    let older = open(dir.path());
+    assert!(store(&older, 0));
+    older.flush().unwrap();
+    let quick = LogOptions { foreground: true, io_timeout: Duration::from_secs(1), ..options(dir.path()) };
+    let log = Log::open(quick).unwrap();
+    older.abandon();
+    drop(older);
+    log.turn(Turn::Scan);
+    let volume = &log.volumes[0];
+    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    log.clear().unwrap();
+    log.turn(Turn::Maintain);
+    let others = ShardLock::take(&volume.shard_dir, Duration::ZERO).unwrap();
+    log.turn(Turn::Scan);
+    assert_eq!(adopted.state().unwrap().segments.in_use(), 0);
+    assert!(try_lock(&adopted.dir).unwrap().is_none(), "this process may still delete it");
+    drop(others);
+    log.turn(Turn::Scan);
+    assert!(!adopted.dir.exists() && log.stats().lanes == 1);
 }
 
 #[test]
@@ -233,11 +278,15 @@ fn another_namespace_gives_way_when_nobody_uses_it() {
         let refused = new.begin_put_within(spec(0), Duration::from_millis(100));
         assert_eq!(refused.unwrap_err().kind(), crate::ErrorKind::NoSpace, "the old one is in use");
     }
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..small(geometry()) }).unwrap();
     drop(old);
+    let kept = (0..300).filter(|n| has(&reader, *n)).count();
+    assert!(kept > 0, "without a writer");
     let new = Log::open(small(other)).unwrap();
     (0..200).for_each(|n| assert!(store(&new, n)));
     assert!(new.stats().disk_bytes <= 4 << 20);
     assert!((190..200).all(|n| has(&new, n)));
+    assert_eq!((reader.lookup(&[key(299)]), reader.stats().lanes), (0, 0), "its files are let go of");
 }
 
 #[test]

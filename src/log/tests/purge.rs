@@ -1,12 +1,13 @@
 //! Purges: beside writers and readers, after crashes, and without any process.
 
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::log::fsck::{RawLane, lanes, live};
+use crate::log::fsck::{RawLane, RebuildOptions, lanes, live, rebuild};
 use crate::log::purge::{Purged, What, purge};
 use crate::log::{Log, LogOptions, Mode, PutSpec, budget};
 
@@ -147,6 +148,28 @@ fn after_a_reboot_sequences_go_on_above_the_removal() {
     store_for(&log, 50, ACME);
     log.flush().unwrap();
     assert!(has(&crash(log), 50), "what is stored later is served");
+}
+
+#[test]
+fn a_tenant_stays_removed_in_a_lane_that_could_not_be_read_and_is_rebuilt() {
+    let dir = temp();
+    let logs = [open(dir.path()), open(dir.path())];
+    assert!(store(&logs[0], 1));
+    store_for(&logs[1], 50, ACME);
+    logs.iter().for_each(|log| log.close(soon()).unwrap());
+    drop(logs);
+    reboot(dir.path());
+    let files = lanes(dir.path()).unwrap();
+    let sibling = RawLane::read(&files[0]).unwrap().superblock;
+    let index = std::fs::File::options().write(true).open(files[1].path().join("index.kv")).unwrap();
+    index.write_all_at(&[0x55; 8192], 0).unwrap();
+    assert_eq!(run(dir.path(), What::Tenant(ACME)).unreadable.len(), 1);
+    let options = RebuildOptions { dry_run: false, backup: true };
+    assert_eq!(rebuild(&files[1], Some(&sibling), options, &|_| ()).unwrap().chunks, 1);
+    let log = open(dir.path());
+    assert!(has(&log, 1) && !has(&log, 50));
+    store_for(&log, 50, ACME);
+    assert!(has(&log, 50), "what is stored later is served");
 }
 
 #[test]

@@ -192,3 +192,26 @@ fn processes_on_one_cache_see_what_the_others_store() {
     assert!(there.iter().any(|n| *n < 400) && there.iter().any(|n| *n >= 1000), "{there:?}");
     assert!(there.len() as u64 * SLOT_BYTES > QUOTA / 4, "{there:?}");
 }
+
+#[test]
+fn what_a_process_stored_that_died_makes_room_too() {
+    let dir = temp();
+    let scanning = || {
+        let every = std::time::Duration::from_millis(20);
+        Log::open(LogOptions { scan_interval: every, ..limited(dir.path(), crate::index::Reclaim::Lru) }).unwrap()
+    };
+    let older = scanning();
+    fill(&older, 0..QUOTA / SLOT_BYTES, OURS);
+    older.seal(soon()).unwrap();
+    let log = scanning();
+    older.abandon();
+    drop(older);
+    let deadline = soon();
+    while log.stats().adopted_lanes == 0 {
+        assert!(std::time::Instant::now() < deadline, "the lane is not adopted");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // They fill less than a segment, so none of them can go for the next ones.
+    fill(&log, 1000..1020, OURS);
+    assert_eq!(held(&log, 1000..1020).len(), 20);
+}

@@ -119,6 +119,38 @@ fn whatever_became_of_the_index_everything_intact_is_found() {
 }
 
 #[test]
+fn an_earlier_backup_is_not_taken_for_the_index_that_is_lost() {
+    let dir = temp();
+    make(dir.path());
+    again(dir.path(), KEEP).unwrap();
+    let log = Log::open(small(dir.path())).unwrap();
+    (300..330).for_each(|n| assert!(store(&log, n)));
+    log.close(soon()).unwrap();
+    drop(log);
+    let index = lane_file(dir.path(), "index.kv");
+    assert!(index.with_extension("kv.bak").exists());
+    fs::remove_file(index).unwrap();
+    again(dir.path(), KEEP).unwrap();
+    let log = Log::open(small(dir.path())).unwrap();
+    assert!((300..330).all(|n| has(&log, n)), "they are not in the backup");
+    log.abandon();
+    drop(log);
+    assert_eq!(served(dir.path()), all_wanted());
+}
+
+/// As a rebuild leaves it that is cut off between its renames.
+#[test]
+fn the_backup_of_a_rebuild_that_was_cut_off_is_the_index() {
+    let dir = temp();
+    make(dir.path());
+    let index = lane_file(dir.path(), "index.kv");
+    fs::copy(&index, index.with_extension("kv.new")).unwrap();
+    fs::rename(&index, index.with_extension("kv.bak")).unwrap();
+    assert!(again(dir.path(), KEEP).unwrap().old_records > 0);
+    assert_eq!(served(dir.path()), all_wanted());
+}
+
+#[test]
 fn damaged_slots_are_left_out_and_bring_nothing_older_back() {
     let dir = temp();
     make(dir.path());

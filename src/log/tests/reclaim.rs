@@ -228,3 +228,18 @@ fn what_was_used_before_a_restart_counts_as_used_later_than_what_was_not() {
     overwrite(&log, 1, 1);
     assert!(recency(&log, 1).0 >= 2, "after everything of the earlier life");
 }
+
+#[test]
+fn what_is_only_held_does_not_count_as_used() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..2);
+    let uses = |n| {
+        let lane = log.volumes[0].own().unwrap();
+        crate::log::policy::note_touches(&lane, &mut lane.state().unwrap());
+        recency(&log, n).1
+    };
+    let before = [uses(0), uses(1)];
+    assert!(log.hold(&key(0), PIN).unwrap().is_leased() && log.locate(&key(1), PIN).is_some());
+    assert_eq!([uses(0), uses(1)], [before[0], before[1] + 1]);
+}

@@ -9,6 +9,7 @@ use super::holes::{chained, give_up, hole_punching};
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::index::Mark;
+use crate::log::base::paths;
 use crate::log::{Bad, Log, LogOptions, PutOutcome, Turn};
 
 /// A log without threads.
@@ -224,4 +225,25 @@ fn what_is_evicted_and_then_removed_is_gone() {
     give_up(&log, &[1]);
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
     assert!(!place.is_readable());
+}
+
+/// A lane that this process could not read when it looked for lanes has a writer that serves it.
+#[test]
+fn a_removal_fails_while_a_lane_of_another_process_cannot_be_read() {
+    let dir = temp();
+    let writer = Log::open(options(dir.path())).unwrap();
+    assert!(store(&writer, 1));
+    let index = writer.volumes[0].own().unwrap().dir.join(paths::INDEX);
+    let aside = index.with_extension("aside");
+    std::fs::rename(&index, &aside).unwrap();
+    let other = still(dir.path());
+    assert!(!has(&other, 1), "its lane cannot be read");
+    let e = other.remove(&[key(1)]).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Io);
+    assert!(e.to_string().contains("a lane cannot be read"), "{e}");
+    assert!(has(&writer, 1));
+
+    std::fs::rename(&aside, &index).unwrap();
+    other.remove(&[key(1)]).unwrap();
+    assert!(!has(&writer, 1));
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::format::record::KeyKind;
-use crate::log::{DriveOptions, Log, LogOptions, Placement, PutOutcome, PutSpec, allocated_below};
+use crate::log::{DriveOptions, Log, LogOptions, Mode, Placement, PutOutcome, PutSpec, allocated_below};
 
 #[test]
 fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
@@ -39,6 +39,31 @@ fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     rx.iter().for_each(|r| r.unwrap());
     log.flush().unwrap();
     assert_eq!(log.lookup(&(0..full + 500).map(key).collect::<Vec<_>>()), full as usize + 500);
+}
+
+/// Their lists take room in the index too.
+#[test]
+fn an_index_full_of_partial_chunks_is_recovered_whole() {
+    const EACH: u64 = 700;
+    let dir = temp();
+    let log = open(dir.path());
+    for n in 0..EACH {
+        assert!(store(&log, n));
+        assert!(store_spec(&log, PutSpec::chunk(key(EACH + n), key(n), 5, 1), EACH + n, 0).unwrap());
+    }
+    log.flush().unwrap();
+    let log = reopen(log);
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
+    for log in [&log, &reader] {
+        assert_eq!(log.stats().damaged_records, 0);
+        assert_eq!(log.lookup(&(0..2 * EACH).map(key).collect::<Vec<_>>()) as u64, 2 * EACH);
+        assert!((0..EACH).all(|n| log.lookup_partials(&key(n)) == [5]));
+    }
+    log.close(soon()).unwrap();
+    drop((log, reader));
+    std::fs::remove_file(lane_file(dir.path(), "table.shm")).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
+    assert_eq!(reader.lookup(&(0..2 * EACH).map(key).collect::<Vec<_>>()) as u64, 2 * EACH);
 }
 
 #[test]

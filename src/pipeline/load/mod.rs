@@ -274,7 +274,7 @@ impl Load {
     /// As [`Load::wait`], but for at most `timeout`; `None` where the load still runs then.
     #[must_use]
     pub fn wait_for(&self, timeout: Duration) -> Option<LoadResult> {
-        let until = Instant::now() + timeout;
+        let Some(until) = Instant::now().checked_add(timeout) else { return Some(self.wait()) };
         let mut state = self.inner.state.lock();
         while !state.finished {
             if self.inner.changed.wait_until(&mut state, until).timed_out() && !state.finished {

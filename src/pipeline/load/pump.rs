@@ -265,7 +265,7 @@ impl LoadPump {
         if error.kind() == ErrorKind::Busy {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
-            turns.queue.push_front(load);
+            push_first(&mut turns.queue, load);
             // Only a slot of staging is of use to other reads; a frame's part or a header's own
             // memory is freed. After the lock: the hook of what is freed kicks.
             let freed = match buf {
@@ -380,7 +380,7 @@ impl LoadPump {
             };
             let mut turns = self.turns.lock();
             if more && let Some(load) = &load {
-                turns.queue.push_back(Arc::clone(load));
+                push_once(&mut turns.queue, load);
             }
             match (load, step) {
                 (Some(load), Some(step)) => {
@@ -396,7 +396,7 @@ impl LoadPump {
                         return Some((load, step, buf, slot));
                     }
                     load.state.lock().unread(step);
-                    turns.queue.push_front(load);
+                    push_first(&mut turns.queue, load);
                     turns.blocked = true;
                     drop(turns);
                     self.retry_soon();
@@ -536,6 +536,12 @@ fn push_once(queue: &mut VecDeque<Arc<LoadInner>>, load: &Arc<LoadInner>) {
     if !queue.iter().any(|other| Arc::ptr_eq(other, load)) {
         queue.push_back(Arc::clone(load));
     }
+}
+
+/// Puts a load at the beginning of a queue, which may have it further behind.
+fn push_first(queue: &mut VecDeque<Arc<LoadInner>>, load: Arc<LoadInner>) {
+    queue.retain(|other| !Arc::ptr_eq(other, &load));
+    queue.push_front(load);
 }
 
 /// Where the chunks of a load lie beside the drive. First the chunks in the memory tier are found

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::StoreInner;
 use super::state::{NextStep, StoreStep};
@@ -19,6 +20,8 @@ pub(super) struct Retry {
     step: StoreStep,
     sink: Arc<dyn ChunkSink>,
     request: Box<Request>,
+    /// When it was refused first.
+    since: Instant,
 }
 
 /// Why [`StoreInner::advance`] has stopped.
@@ -151,13 +154,16 @@ impl StoreInner {
         let done = Box::new(move |completion: Completion| store.write_done(&own_step, completion));
         let request = sink.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
-        self.write(step, sink, request);
+        self.write(step, sink, request, None);
     }
 
-    fn write(self: &Arc<Self>, step: StoreStep, sink: Arc<dyn ChunkSink>, request: Request) {
+    /// Submits a write; where the queue is full, again until the time-out. What hangs at the drive
+    /// keeps its place in the queue.
+    fn write(self: &Arc<Self>, step: StoreStep, sink: Arc<dyn ChunkSink>, request: Request, since: Option<Instant>) {
         let Err(Rejected { request, error }) = sink.submit(request) else { return };
-        if error.kind() == ErrorKind::Busy {
-            return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, request });
+        let since = since.unwrap_or_else(Instant::now);
+        if error.kind() == ErrorKind::Busy && since.elapsed() < self.pump.io_timeout() {
+            return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, request, since });
         }
         drop(request);
         self.update(|state| state.not_written(&step, ShedCause::of(&error)));
@@ -255,8 +261,13 @@ impl StoreInner {
 }
 
 impl Retry {
-    /// Submits the write again.
+    /// Submits the write again, unless its store is over.
     pub(super) fn again(self) {
-        self.store.write(self.step, self.sink, *self.request);
+        let Self { store, step, sink, request, since } = self;
+        if !store.glance.finished.load(Ordering::Acquire) {
+            return store.write(step, sink, *request, Some(since));
+        }
+        drop(request);
+        store.pump.notify();
     }
 }

@@ -358,6 +358,21 @@ fn a_full_queue_is_tried_again() {
 }
 
 #[test]
+fn a_load_whose_reads_were_refused_gets_no_more_turns_than_others() {
+    let w = World::new(4, 4);
+    let (slots, _) = w.stored(2);
+    w.disk.pause();
+    w.disk.busy(500);
+    let (a, b) = (w.kv(1), w.kv(1));
+    let loads = [w.load(&a, &slots[..1]), w.load(&b, &slots[1..])];
+    w.disk.wait_held(4);
+    let of_first = w.disk.held().iter().filter(|seen| seen.slot == slots[0].slot).count();
+    assert_eq!(of_first, 2, "all staging is in use, half of it for each");
+    w.disk.run();
+    loads.iter().for_each(|load| assert_eq!(load.wait().tokens, T));
+}
+
+#[test]
 fn masked_chunks_are_not_read_and_count_as_usable() {
     let w = World::new(4, 4);
     let (slots, from) = w.stored(3);

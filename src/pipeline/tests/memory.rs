@@ -6,7 +6,7 @@ use super::world::{EXTENT, Kv, LAYERS, TOKENS, World};
 use crate::device::{HugePages, StagingOptions};
 use crate::error::ErrorKind;
 use crate::format::crc;
-use crate::pipeline::{ChunkSource, LoadResult, MissCause};
+use crate::pipeline::{ChunkSource, LoadResult, MissCause, PipelineOptions};
 use crate::tier::{MemoryTier, Rank};
 
 const T: usize = TOKENS as usize;
@@ -15,10 +15,22 @@ pub(super) const SLOT: usize = 4096 + LAYERS * EXTENT;
 
 /// A world with so many frames, and slots of staging for loads.
 pub(super) fn world(frames: usize, load_slots: usize) -> (World, Arc<MemoryTier>) {
+    world_with(frames, load_slots, |_| {})
+}
+
+pub(super) fn world_with(
+    frames: usize,
+    load_slots: usize,
+    change: impl FnOnce(&mut PipelineOptions),
+) -> (World, Arc<MemoryTier>) {
     let options = StagingOptions { bytes: frames * SLOT, slot_bytes: SLOT, hugepages: HugePages::Off, numa: None };
     let tier = MemoryTier::new(&options).unwrap();
     let of_pipeline = Arc::clone(&tier);
-    (World::with(load_slots, 4, |o| o.memory = Some(of_pipeline)), tier)
+    let with_memory = |o: &mut PipelineOptions| {
+        o.memory = Some(of_pipeline);
+        change(o);
+    };
+    (World::with(load_slots, 4, with_memory), tier)
 }
 
 /// Waits until so many frames are taken: what is given up ends on other threads.

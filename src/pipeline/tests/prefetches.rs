@@ -1,9 +1,10 @@
 //! Prefetches: what they bring is loaded without a read; they give way to loads, and are bounded.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::disk::{Fate, Slot};
-use super::memory::{SLOT, all_of, wait_used, world};
+use super::memory::{SLOT, all_of, wait_used, world, world_with};
 use super::world::{LAYERS, World};
 use crate::error::ErrorKind;
 use crate::pipeline::{ChunkSource, MissCause, Prefetch, PrefetchResult};
@@ -36,12 +37,12 @@ fn used_and_wasted(w: &World) -> (u64, u64) {
 fn what_it_brings_is_loaded_without_a_read_and_counts_as_used() {
     let (w, _tier, slots) = stored(6, 3);
     let (all, again) = (prefetch(&w, &slots), prefetch(&w, &slots));
-    assert_eq!(all.wait(), read(3));
+    assert_eq!(all.wait_for(Duration::MAX), Some(read(3)));
     assert_eq!(again.wait(), PrefetchResult { found: 3, in_memory: 3, ..PrefetchResult::default() });
     drop(again);
     w.disk.pause();
     let to = w.kv(3);
-    assert_eq!(w.load(&to, &slots).wait(), all_of(3));
+    assert_eq!(w.load(&to, &slots).wait_for(Duration::MAX), Some(all_of(3)));
     assert!(to.bytes() == w.kv(3).filled(7).bytes());
     assert_eq!(used_and_wasted(&w), (3, 0));
     let stats = w.pipeline().prefetch_stats();
@@ -163,9 +164,19 @@ fn what_is_damaged_or_unreadable_is_reported_and_not_kept() {
         // What it held goes with it; the good one stays.
         wait_used(&tier, 1);
     }
-    // A chunk whose read its queue refused is not reported.
-    let (w, _tier, slots) = stored(8, 1);
-    w.disk.busy(1);
+}
+
+#[test]
+fn a_full_queue_is_tried_again_but_not_for_ever() {
+    let (w, _tier, slots) = stored(8, 3);
+    w.disk.busy(2);
+    assert_eq!(prefetch(&w, &slots).wait(), read(3));
+    // A chunk whose read its queue refuses for long is not reported.
+    let (w, tier) = world_with(8, 4, |o| o.io_timeout = Duration::from_millis(300));
+    let (slots, _) = w.stored(1);
+    tier.retain(|_| false);
+    wait_used(&tier, 0);
+    w.disk.busy(usize::MAX);
     assert_eq!(prefetch(&w, &slots).wait(), PrefetchResult { found: 1, failed: 1, ..PrefetchResult::default() });
     assert!(w.disk.bad().is_empty());
 }

@@ -282,6 +282,24 @@ fn closing_ends_what_is_left() {
 }
 
 #[test]
+fn writes_that_a_full_queue_never_takes_end_at_the_time_out_and_at_a_close() {
+    let stored = |w: &World| {
+        let (slots, kv) = (w.slots(2), w.kv(2).filled(15));
+        w.disk.busy(usize::MAX);
+        let store = w.store(w.store_spec(&kv, &slots));
+        store.all_layers();
+        store.wait_gathered_all().unwrap();
+        store
+    };
+    let w = World::with(4, 8, |o| o.io_timeout = Duration::from_millis(100));
+    assert_eq!(stored(&w).wait().shed(ShedCause::QueueFull), 2);
+    let w = World::new(4, 8);
+    let store = stored(&w);
+    w.pipeline().close(Instant::now());
+    assert_eq!(store.wait().shed(ShedCause::Closed), 2);
+}
+
+#[test]
 fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
     let w = World::new(4, 4);
     let (slots, kv) = (w.slots(2), w.kv(2).filled(12));

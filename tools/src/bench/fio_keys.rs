@@ -16,8 +16,9 @@ pub(super) enum Fate {
     Refused(&'static str),
 }
 
-/// What this program does anyway.
-const IMPLIED: [&str; 6] = ["group_reporting", "thread", "randrepeat", "invalidate", "fallocate", "clat_percentiles"];
+/// What this program does anyway, with the value that says so; with another one they are ignored.
+const IMPLIED: [(&str, &str); 4] =
+    [("group_reporting", "1"), ("thread", "1"), ("randrepeat", "1"), ("clat_percentiles", "1")];
 
 /// Keys that say what fio logs and shows, and how it keeps its own records.
 const IGNORED: [&str; 57] = [
@@ -82,7 +83,7 @@ const IGNORED: [&str; 57] = [
 
 /// Keys that change what is measured: the key, the value with which it changes nothing (empty where
 /// every value does), and what to do instead.
-const REFUSED: [(&str, &str, &str); 50] = [
+const REFUSED: [(&str, &str, &str); 52] = [
     ("rate", "0", "remove it: forebay moves bytes as fast as it can"),
     ("rate_min", "0", "remove it: forebay moves bytes as fast as it can"),
     ("rate_iops", "0", "remove it: forebay moves bytes as fast as it can"),
@@ -123,6 +124,8 @@ const REFUSED: [(&str, &str, &str); 50] = [
     ("sync", "0", "use end_fsync: forebay flushes once, at the end"),
     ("fsync_on_close", "0", "use end_fsync=1"),
     ("buffered", "0", "use direct=0"),
+    ("fallocate", "native", "remove it: forebay reserves files before it writes to them"),
+    ("invalidate", "1", "remove it: forebay reads what the page cache does not have"),
     ("fadvise_hint", "1", "remove it: forebay leaves the kernel's own read-ahead as it is"),
     ("rwmixwrite", "", "use rwmixread, which is 100 less rwmixwrite"),
     ("random_distribution", "random", "remove it: every block is visited once a pass"),
@@ -140,8 +143,8 @@ const REMOVE: &str = "remove it; `forebay bench --help` lists what there is";
 
 /// What becomes of `key` with `value`.
 pub(super) fn fate(key: &str, value: &str) -> Fate {
-    if IMPLIED.contains(&key) {
-        return Fate::Implied;
+    if let Some((_, does)) = IMPLIED.iter().find(|(name, _)| *name == key) {
+        return if value.trim() == *does { Fate::Implied } else { Fate::Ignored };
     }
     if IGNORED.contains(&key) {
         return Fate::Ignored;
@@ -159,22 +162,25 @@ mod tests {
 
     #[test]
     fn what_changes_the_measurement_is_refused_unless_it_asks_for_nothing() {
-        for key in ["rate", "ramp_time", "filesize", "bssplit", "nrfiles", "fsync", "loops", "buffered", "no_such_key"]
-        {
+        let refused =
+            ["rate", "ramp_time", "filesize", "bssplit", "nrfiles", "fsync", "loops", "buffered", "no_such_key"];
+        for key in refused.into_iter().chain(["invalidate", "fallocate"]) {
             assert!(matches!(fate(key, "7"), Fate::Refused(advice) if !advice.is_empty()), "{key}");
         }
-        for (key, value) in [("ramp_time", "0"), ("nrfiles", "1"), ("fsync", "0"), ("zonemode", "none")] {
+        for (key, value) in
+            [("ramp_time", "0"), ("nrfiles", "1"), ("fsync", "0"), ("zonemode", "none"), ("invalidate", "1")]
+        {
             assert_eq!(fate(key, value), Fate::Implied, "{key}={value}");
         }
         assert_eq!(fate("gtod_reduce", "1"), Fate::Ignored);
-        assert_eq!(fate("group_reporting", "1"), Fate::Implied);
+        assert_eq!((fate("group_reporting", "1"), fate("thread", "0")), (Fate::Implied, Fate::Ignored));
     }
 
     #[test]
     fn no_key_has_two_fates_or_is_an_option_of_ours() {
         use clap::Args as _;
         let command = crate::bench::options::JobOptions::augment_args(clap::Command::new("job"));
-        let mut all: Vec<&str> = IMPLIED.into_iter().chain(IGNORED).collect();
+        let mut all: Vec<&str> = IMPLIED.into_iter().map(|(key, _)| key).chain(IGNORED).collect();
         all.extend(REFUSED.iter().map(|(key, ..)| *key));
         assert!(all.iter().all(|key| command.get_arguments().all(|a| a.get_long() != Some(key))), "one is ours");
         let count = all.len();

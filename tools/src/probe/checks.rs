@@ -3,7 +3,7 @@
 //! A `fail` keeps a cache from opening or from storing anything, a `warn` costs speed or safety.
 //! The judgement reads nothing itself, so that tests can give it any machine.
 
-use forebay::config::Settings;
+use forebay::config::{Mode, Settings};
 use forebay::{Error, io::IoPath};
 use serde::Serialize;
 
@@ -186,7 +186,7 @@ pub(super) fn directory(d: &Directory, settings: &Settings) -> Vec<Finding> {
     }
     all.extend(direct_io(d));
     all.extend(reserving(d));
-    all.extend(space(d, settings));
+    all.extend(space(d, settings).filter(|_| settings.mode == Mode::Rw));
     all.push(cache(d.cache.as_ref()));
     all
 }
@@ -228,9 +228,10 @@ fn direct_io(d: &Directory) -> Option<Finding> {
                 format!("yes, memory aligned to {memory} and offsets to {offset} bytes"),
             ));
         }
-        _ => "refused: every byte takes a copy through the page cache",
+        _ => "refused, or only for more than 4096 bytes at once: every byte takes a copy through the page cache",
     };
-    Some(Finding::warn("O_DIRECT", found, "use ext4 (not data=journal) or xfs on a local NVMe drive"))
+    let remedy = "use ext4 (not data=journal) or xfs on a local NVMe drive with sectors of up to 4096 bytes";
+    Some(Finding::warn("O_DIRECT", found, remedy))
 }
 
 /// Stores reserve whole segments, and eviction gives single slots back.

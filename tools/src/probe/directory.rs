@@ -60,8 +60,8 @@ pub(super) fn mount(path: &Path) -> Option<MountPoint> {
     MountTable::read().of(&path.canonicalize().ok()?).cloned()
 }
 
-/// Looks at `path`; what is wrong goes into `findings`.
-pub(super) fn look(path: &Path, findings: &mut Vec<Finding>) -> Directory {
+/// Looks at `path` as a server with these settings; what is wrong goes into `findings`.
+pub(super) fn look(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> Directory {
     let mounts = MountTable::read();
     let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let mount = mounts.of(&real);
@@ -78,8 +78,7 @@ pub(super) fn look(path: &Path, findings: &mut Vec<Finding>) -> Directory {
         path: real,
         ..Directory::default()
     };
-    let options = DirOptions { mode: Mode::Rw, dir_mode: 0o700, allow_any_filesystem: false };
-    match CacheDir::open(path, &options, &mounts) {
+    match CacheDir::open(path, &DirOptions::from(of), &mounts) {
         Ok(dir) => findings.extend(dir.warnings.into_iter().map(|w| Finding::warn("directory", w.message, w.advice))),
         Err(e) => {
             directory.usable = false;
@@ -93,7 +92,7 @@ pub(super) fn look(path: &Path, findings: &mut Vec<Finding>) -> Directory {
         let settings = Settings::at(&directory.path);
         drive.numa_node = numa_node(&settings);
     }
-    match cache(path, findings) {
+    match cache(path, of.mode, findings) {
         Ok(cache) => directory.cache = cache,
         Err(e) => findings.push(Finding::of_error("cache", &e)),
     }
@@ -117,7 +116,7 @@ fn abilities(directory: &mut Directory) {
 }
 
 /// The cache in `path`; none where the directory holds none.
-fn cache(path: &Path, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>> {
+fn cache(path: &Path, mode: Mode, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>> {
     let budget = path.join("BUDGET");
     let all = match lanes(path) {
         Ok(all) => all,
@@ -127,7 +126,7 @@ fn cache(path: &Path, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>>
     if let Some((what, remedy)) = budget_report(path)? {
         findings.push(Finding::fail("cache", what, remedy));
     }
-    if let Err(e) = std::fs::OpenOptions::new().read(true).write(true).open(&budget)
+    if let Err(e) = std::fs::OpenOptions::new().read(true).write(mode == Mode::Rw).open(&budget)
         && e.kind() == std::io::ErrorKind::PermissionDenied
     {
         let e = Error::io("the cache belongs to another user", e).at(&budget);

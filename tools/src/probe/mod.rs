@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use forebay::config::{Loader, Settings};
+use forebay::config::{Loader, Mode, Settings};
 use forebay::io::{IoOptions, IoPath, open_drive};
 use forebay::{Error, Result};
 use serde::Serialize;
@@ -155,10 +155,10 @@ fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
     let settings = settings(args, &mut of_settings);
     let machine = machine::read();
     let mut of_directory = Vec::new();
-    let mut directory = directory::look(path, &mut of_directory);
+    let mut directory = directory::look(path, &settings, &mut of_directory);
     let found = directory
         .usable
-        .then(|| probe_path(path))
+        .then(|| probe_path(path, settings.mode))
         .and_then(|found| found.inspect_err(|e| of_directory.push(Finding::of_error("path", e))).ok());
     directory.usable = found.is_some();
     let bar = progress::bar(context, "trying cuFile", 0, Unit::Time);
@@ -204,8 +204,9 @@ fn settings(args: &ProbeArgs, findings: &mut Vec<Finding>) -> Settings {
     }
 }
 
-fn probe_path(path: &Path) -> Result<PathFound> {
-    let options = IoOptions { name: "probe".to_owned(), trial_dir: Some(path.to_path_buf()), ..IoOptions::default() };
+fn probe_path(path: &Path, mode: Mode) -> Result<PathFound> {
+    let trial_dir = (mode == Mode::Rw).then(|| path.to_path_buf());
+    let options = IoOptions { name: "probe".to_owned(), trial_dir, ..IoOptions::default() };
     let drive = open_drive(&options)?;
     let deadline = Instant::now() + CLOSE_TIMEOUT;
     drive.read.close(deadline)?;

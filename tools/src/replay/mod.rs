@@ -27,7 +27,7 @@ use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
-use crate::size;
+use crate::{size, stop};
 pub(crate) use policy::PolicyKind;
 use tiers::Tiers;
 pub(crate) use trace::{BLOCK_TOKENS, Request, parse_trace, read_trace};
@@ -238,6 +238,8 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
     let next = chunks::next_uses(&requests);
     let runs = runs(args, remote);
+    // A real log's files are removed, however this ends.
+    stop::listen()?;
     let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
     let mut results = Vec::with_capacity(runs.len());
     for run in runs {
@@ -245,6 +247,10 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
         let mut found = 0;
         let mut filling = None;
         for request in &requests {
+            if let Some(signal) = stop::signal() {
+                bar.finish_and_clear();
+                return Ok(Outcome::Interrupted(signal));
+            }
             found += cache.request(request)?;
             let is_full = |t: &Totals| t.admitted_tokens >= run.capacity / 10 * FULL_TENTHS;
             filling = filling.or_else(|| Some(cache.totals()).filter(is_full));

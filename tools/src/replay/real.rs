@@ -179,8 +179,7 @@ fn segment_bytes(slot_bytes: u64, (capacity_tokens, model_bytes_per_token): (u64
     let model_slot = model_bytes_per_token.max(1).saturating_mul(BLOCK_TOKENS);
     let wanted = (capacity_tokens.saturating_mul(model_bytes_per_token) / 64).min(SEGMENT_BYTES);
     let slots = (wanted / model_slot).clamp(4, (capacity_tokens / BLOCK_TOKENS / 8).max(4));
-    // A fifteenth and a page more than the slots take.
-    (slots * slot_bytes).next_multiple_of(4096) / 15 * 16 + 4096
+    slots * slot_bytes
 }
 
 fn key(id: u64) -> ChunkKey {

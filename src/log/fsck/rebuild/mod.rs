@@ -30,7 +30,7 @@ use crate::format::record::KeyKind;
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, sealed};
 use crate::log::base::paths::{BUDGET, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, TABLE_SHM};
-use crate::log::base::{image, sizes};
+use crate::log::base::{image, paths, sizes};
 
 /// How to rebuild.
 #[derive(Clone, Copy, Debug)]
@@ -107,9 +107,12 @@ pub fn rebuild(
     Ok(rebuilt)
 }
 
-/// The old index, or, where an earlier rebuild was cut off, the backup that it had made.
+/// The old index, or, where an earlier rebuild was cut off between its renames, the backup that it
+/// had made. Any other backup is older than the index that is lost: what was stored since is not in
+/// it.
 fn read_old(files: &LaneDir) -> Result<OldIndex> {
-    for name in [INDEX, INDEX_BACKUP] {
+    let is_cut_off = paths::is_there(&files.file(INDEX_NEW));
+    for name in [INDEX].into_iter().chain(is_cut_off.then_some(INDEX_BACKUP)) {
         match files.dir.open_file_in(name, &CacheFileOptions::default()) {
             Ok(file) => {
                 let len =

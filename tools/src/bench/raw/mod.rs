@@ -118,6 +118,10 @@ fn open(job: &Job, index: usize) -> Result<DirectFile> {
     let options = if job.rw.writes() { FileOptions::read_write() } else { FileOptions::read_only() };
     let options = if job.direct { options } else { options.buffered() };
     let file = DirectFile::open(job.file_of(index), options)?;
+    // As fio does: what an earlier run left in memory would be read at the speed of memory.
+    if !file.is_direct() {
+        file.uncache()?;
+    }
     let need = file.alignment().offset as u64;
     if file.is_direct() && !job.bs.is_multiple_of(need) {
         return Err(Error::new(

@@ -103,9 +103,9 @@ impl Server {
             .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("the server at {} serves no model", self.base)))
     }
 
-    /// Whether it answers at all.
+    /// Whether it answers at all, if only that it wants a key.
     pub(crate) fn is_up(&self) -> bool {
-        self.call("/v1/models", None).is_ok()
+        !matches!(self.call("/v1/models", None), Err(Failed::ForNow(_)))
     }
 
     /// Makes the server compute `prompt`; the error is for the report.

@@ -153,6 +153,18 @@ fn no_server_and_no_address_are_errors_that_say_what_to_do() {
 }
 
 #[test]
+fn a_server_that_wants_a_key_is_up() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let server = Server::new(&format!("http://{}", listener.local_addr().unwrap()), None, (Duration::from_secs(10), 0));
+    std::thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        assert!(BufReader::new(stream.try_clone().unwrap()).lines().any(|line| line.unwrap().is_empty()));
+        stream.write_all(b"HTTP/1.1 401 X\r\nContent-Length: 0\r\n\r\n").unwrap();
+    });
+    assert!(server.unwrap().is_up());
+}
+
+#[test]
 fn a_vllm_that_ends_at_once_is_an_error_and_not_a_hang() {
     let dir = tempfile::tempdir().unwrap();
     let launch = Launch {
