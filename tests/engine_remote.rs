@@ -80,18 +80,23 @@ fn a_store_without_conditional_puts_gets_each_chunk_too() {
 fn a_tenant_at_its_quota_gives_up_its_own_for_a_prompt_and_does_not_end_a_restore() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());
-    let (a, mut b, mut c) = (Machine::new(&server), Machine::new(&server), Machine::new(&server));
-    let slot = SlotLayout::of_coded_chunk(&Shape::plain().geometry(), CHUNK as u32, SlotCodec::Exp4).slot_bytes;
-    b.world.settings.tenant_quota = Some(Capacity::Bytes(slot * 7 / 2));
-    c.world.settings.tenant_quota = Some(Capacity::Bytes(slot * 3 / 2));
+    // Chunks of half a MiB: two prompts of twenty do not fit into the least quota.
+    const CHUNKS: usize = 20;
+    let machine = || Machine::with(Shape::all().into_iter().find(|shape| shape.name == "large").unwrap(), &server);
+    let (a, mut b, mut c) = (machine(), machine(), machine());
+    b.world.settings.tenant_quota = Some(Capacity::Bytes(16 << 20));
+    c.world.settings.tenant_quota = Some(Capacity::Bytes(16 << 20));
     let (one, two, three) = (a.open(), b.open(), c.open());
-    let (of_nobody, kv) = a.upload(&one, 1);
-    let extra = Extra { cache_salt: Some("acme".to_owned()), ..Extra::default() };
-    let salted = |engine: &Engine, seed| engine.prompt(&tokens(N, seed), &extra);
-    assert_eq!(store(&one, &salted(&one, 2), &kv, slots(N, 1)).stored, 3);
+    let (of_nobody, _) = a.upload(&one, 1);
+    let (extra, n, kv) = (Extra::salted("acme"), CHUNKS * CHUNK, a.world.kv().filled(1));
+    let salted = |engine: &Engine, seed| engine.prompt(&tokens(n, seed), &extra);
+    for seed in [2, 3] {
+        assert_eq!(store(&one, &salted(&one, seed), &kv, slots(n, 1)).stored, CHUNKS);
+    }
     assert!(one.wait_uploaded(later()).unwrap());
-    assert_eq!(store(&two, &salted(&two, 3), &kv, slots(N, 1)).stored, 3);
-    assert_eq!(fetch(&two, &salted(&two, 2)), Fetched { chunks: 3, stopped: None });
+    assert_eq!(store(&two, &salted(&two, 4), &kv, slots(n, 1)).stored, CHUNKS);
+    assert!(two.wait_uploaded(later()).unwrap());
+    assert_eq!(fetch(&two, &salted(&two, 2)), Fetched { chunks: CHUNKS, stopped: None });
 
     let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
     let store = RemoteStore::open(&options).unwrap();
@@ -99,8 +104,10 @@ fn a_tenant_at_its_quota_gives_up_its_own_for_a_prompt_and_does_not_end_a_restor
     let objects = store.objects(&namespace, &shard).unwrap();
     let into = Remote::open(&options, three.geometry()).unwrap();
     let brought = wait(&into.restore(three.log().unwrap(), (objects, u64::MAX), later()));
-    assert_eq!(brought, Fetched { chunks: 4, stopped: None });
-    assert_eq!((matched(&three, &of_nobody), into.stats().missed("quota")), (N, 2));
+    assert_eq!((brought.stopped, matched(&three, &of_nobody)), (None, N));
+    let of_acme = brought.chunks - N / CHUNK;
+    assert!((CHUNKS..32).contains(&of_acme), "{of_acme} chunks of half a MiB, of 16 MiB");
+    assert_eq!(into.stats().missed("quota"), (3 * CHUNKS - of_acme) as u64);
 }
 
 #[test]
@@ -350,7 +357,8 @@ fn an_upload_cut_short_is_not_served_and_a_damaged_object_is_replaced() {
     let object = object_files(root.path()).pop();
     let (p, kv) = if object.is_some() { (p, kv) } else { a.upload(&one, 1) };
     for file in object_files(root.path()) {
-        engine_world::flip(&file, 20_000);
+        // In the first layer, coded or not.
+        engine_world::flip(&file, 6_000);
     }
     let c = Machine::new(&server);
     let three = c.open();
