@@ -77,7 +77,7 @@ impl Table {
                 self.prefetch_home(key_words(&entry.key).0);
             }
             if let Some(entry) = ahead.checked_sub(LOOKAHEAD).and_then(|i| entries.get(i)) {
-                self.prefetch_line(key_words(&entry.key).0, Some(0));
+                self.prefetch_free(key_words(&entry.key).0);
             }
             let Some(i) = ahead.checked_sub(2 * LOOKAHEAD) else { continue };
             if let Some(entry) = entries.get(i) {
@@ -165,7 +165,7 @@ impl Table {
             });
             if batch.len() >= GROW_BATCH || b + 1 == self.buckets {
                 for (line, _) in &batch {
-                    larger.prefetch_line(line.0[0], Some(0));
+                    larger.prefetch_free(line.0[0]);
                 }
                 for (line, old) in batch.drain(..) {
                     carried(old, larger.add(&mut state, &line.0, line.1)?);
