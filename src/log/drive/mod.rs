@@ -388,7 +388,7 @@ impl Volume {
             let around = self.surroundings();
             // One that cannot be adopted must not keep the others.
             let opened = lock.and_then(|lock| {
-                let files = around.open_files(&dir, true)?;
+                let files = around.open_or_recreate(&dir)?;
                 around.open_held(LaneCandidate { number, dir: dir.clone(), lock }, files, LaneRole::Adopted)
             });
             match opened {

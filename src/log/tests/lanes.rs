@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::log::base::lock::ShardLock;
+use crate::log::base::paths;
 use crate::log::lane::LaneRole;
 use crate::log::recovery::try_lock;
 use crate::log::{Log, LogOptions, Mode, Placement, PutSpec, Turn};
@@ -116,6 +117,26 @@ fn a_lane_that_cannot_be_locked_does_not_keep_others_from_being_adopted() {
     log.turn(Turn::Scan);
     assert_eq!(log.stats().adopted_lanes, 1);
     assert!(has(&log, 1));
+}
+
+/// As a process leaves it that is killed while it deletes the lane.
+#[test]
+fn an_orphaned_lane_without_data_is_adopted_and_keeps_no_removal_from_its_end() {
+    let dir = temp();
+    let other = open(dir.path());
+    assert!(store(&other, 1));
+    other.flush().unwrap();
+    let lane = other.volumes[0].own().unwrap().dir.clone();
+    for name in [paths::TABLE_SHM, paths::DATA] {
+        std::fs::remove_file(lane.join(name)).unwrap();
+    }
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    other.abandon();
+    drop(other);
+    log.remove(&[key(1)]).unwrap();
+    assert_eq!(log.stats().adopted_lanes, 1);
+    log.turn(Turn::Scan);
+    assert!(!lane.exists());
 }
 
 /// Otherwise another process takes it as its own, and loses it at the next scan of this one.
