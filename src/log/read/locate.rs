@@ -251,18 +251,18 @@ impl Log {
             return;
         }
         let Some(volume) = self.volumes.get(chunk.drive) else { return };
-        match why {
-            Bad::Corrupt => {}
-            Bad::Io => volume.note_bad_read(ErrorKind::Io),
-            Bad::TimedOut => {
-                self.tell_bad(chunk, why);
-                return volume.note_bad_read(ErrorKind::TimedOut);
-            }
+        if matches!(why, Bad::TimedOut) {
+            self.tell_bad(chunk, why);
+            return volume.note_bad_read(ErrorKind::TimedOut);
         }
-        // Reclaim may have moved the chunk during a load without a lease: then its copy is good.
+        // Reclaim may have moved the chunk during a load without a lease: then its copy is good, and
+        // a read behind the file's new end no error of the drive.
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
         if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
+            if matches!(why, Bad::Io) {
+                volume.note_bad_read(ErrorKind::Io);
+            }
             self.tell_bad(chunk, why);
             discard(volume, &chunk.lane, &entry);
         }

@@ -7,7 +7,7 @@ use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
 use crate::log::lane::{Lane, LaneRole, SegmentPhase};
 use crate::log::reclaim::{self, steps};
-use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn};
+use crate::log::{Bad, Chunk, Log, LogOptions, PutOutcome, PutSpec, Turn};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -543,6 +543,8 @@ fn without_holes_an_adopted_lane_gives_its_space_back_segment_by_segment() {
     let volume = &log.volumes[0];
     let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
     adopted.set_no_holes();
+    let unleased = |n| Chunk { lease: None, ..log.hold(&key(n), PIN).unwrap() };
+    let chunks: Vec<Chunk> = (0..60).map(unleased).collect();
     let segments = || adopted.state().unwrap().segments.in_use();
     while segments() > 0 {
         let (before, kept, bytes) = (segments(), adopted.table().len(), adopted.data.allocated_bytes().unwrap());
@@ -551,6 +553,8 @@ fn without_holes_an_adopted_lane_gives_its_space_back_segment_by_segment() {
         assert!(adopted.data.allocated_bytes().unwrap() < bytes, "room is free at once");
         assert!(before == 1 || (1..kept).contains(&adopted.table().len()), "the others stay");
     }
+    chunks.iter().for_each(|chunk| log.report_bad(chunk, Bad::Io));
+    assert!(log.answers(), "that the file has become shorter is no error of the drive");
 }
 
 /// Otherwise the chunk is there for a put, and for no lookup.
