@@ -31,7 +31,11 @@ pub(in crate::log) fn seal_full(lane: &Lane) -> Result<()> {
 }
 
 fn seal(lane: &Lane, segment: u32) -> Result<()> {
-    let Some((epoch, mut records)) = lane.state()?.segments.begin_seal(segment) else { return Ok(()) };
+    let (begun, doubts) = {
+        let mut state = lane.state()?;
+        (state.segments.begin_seal(segment), state.pending.doubts())
+    };
+    let Some((epoch, mut records)) = begun else { return Ok(()) };
     note_uses(lane, &mut records);
     let header = region_header(lane, (segment, epoch), &records);
     let outcome = give_back_gaps(lane, segment, &records)
@@ -39,7 +43,9 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
         .and_then(|()| write_region(lane, segment, &header, &records))
         .and_then(|()| flush_region(lane));
     let mut state = lane.state()?;
-    if let Err(e) = outcome {
+    // What another flush has lost may be the region.
+    let doubt = || Error::new(ErrorKind::Io, "another flush failed while a segment was sealed");
+    if let Err(e) = outcome.and_then(|()| if state.pending.doubts() == doubts { Ok(()) } else { Err(doubt()) }) {
         state.segments.undo_seal(segment, records);
         return Err(e);
     }

@@ -35,6 +35,8 @@ pub(in crate::log) struct Pending {
     error: Option<(ErrorKind, String)>,
     /// A flush has failed since the records were last made to wait again for that.
     is_doubtful: bool,
+    /// Flushes of index.kv that have failed.
+    doubts: u64,
     /// Reclaim waits: it may use the ring's last pages.
     urgent: bool,
     /// Writes to index.kv that failed in a row.
@@ -155,6 +157,13 @@ impl Pending {
     /// later flush succeeds.
     pub(in crate::log) fn doubt(&mut self) {
         self.is_doubtful = true;
+        self.doubts += 1;
+    }
+
+    /// How many flushes of index.kv have failed. A good one speaks for what was written before it
+    /// only if there were no more meanwhile.
+    pub(in crate::log) fn doubts(&self) -> u64 {
+        self.doubts
     }
 
     /// After a failed flush all records of unsealed segments (`unsealed`) wait to be written again.

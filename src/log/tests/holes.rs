@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
@@ -503,12 +503,32 @@ fn holes_that_fail_for_long_cost_a_chunk_for_each_try() {
                 _ => std::thread::sleep(Duration::from_millis(1)),
             }
             n += 1;
-            assert!(std::time::Instant::now() < until, "no hole is tried");
+            assert!(Instant::now() < until, "no hole is tried");
         }
         at_rest(&log);
     }
     let lost = before - held(&log, 0..1600).len();
     assert!(lost <= TRIES, "{lost} chunks were lost");
+}
+
+/// What it lost may be the segment's region, of which the seal's own flush says nothing then.
+#[test]
+fn a_seal_during_which_another_flush_of_the_index_fails_is_made_again() {
+    let dir = temp();
+    let is_flush = |lane: &Lane, request: &Request| request.op == Op::Flush && request.file.id() == lane.index.id();
+    let fails = |log: &Log| {
+        let own = log.volumes[0].own().unwrap();
+        own.state().unwrap().pending.doubt();
+    };
+    let (log, amid) = Amid::open(dir.path(), is_flush, fails);
+    fill(&log, 0..8);
+    amid.arm(&log);
+    assert!(log.seal(Instant::now()).is_err());
+    assert_eq!(log.stats().sealed, 0);
+    log.seal(soon()).unwrap();
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!(held(&log, 0..8).len(), 8);
 }
 
 #[test]
