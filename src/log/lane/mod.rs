@@ -100,6 +100,9 @@ pub(super) struct LaneState {
     pub(super) usage: Usage,
     pub(super) growth: Growth,
     pub(super) life: Life,
+    /// The floor of everything up to which a clear has taken lists of partial chunks out of the
+    /// table.
+    pub(super) lists_floor: u64,
     /// Tokens of a full chunk: shorter ones are partial.
     chunk_tokens: u32,
 }

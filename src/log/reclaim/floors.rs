@@ -43,6 +43,7 @@ fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     state.leave_where(&table, shared.as_ref(), |e| e.seq <= floor)?;
     // The lists of partial chunks too.
     table.clear_up_to(floor)?;
+    state.lists_floor = floor;
     Ok(())
 }
 

@@ -229,7 +229,7 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
     }
     write_free(lane, victim).or_else(|_| write_free(lane, victim))?;
     let is_given_back = erase(lane, victim)?;
-    forget(volume, victim, records)?;
+    forget(lane, victim, records)?;
     hand_over(volume, victim, is_given_back)
 }
 
@@ -368,14 +368,13 @@ fn erase(lane: &Lane, victim: &Victim) -> Result<bool> {
 }
 
 /// Takes the segment's entries out of the table.
-fn forget(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<()> {
-    let lane = &victim.lane;
+fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
     let shared = lane.shared();
     shared.iter().for_each(|s| s.note_erasure());
     let mut state = lane.state()?;
     let table = lane.table();
-    // What recovery did not enter, or a clear took out, is in no list of partial chunks.
-    let floor = volume.shard.floor();
+    // What recovery did not enter, or a clear took out since, is in no list of partial chunks.
+    let floor = state.lists_floor;
     let not_entered: HashSet<u32> = state.segments.gone_at_opening(victim.segment).iter().copied().collect();
     let is_listed = |r: &Record| r.sequence > floor && !not_entered.contains(&r.page);
     for record in records {

@@ -577,6 +577,20 @@ fn without_holes_an_adopted_lane_gives_its_space_back_segment_by_segment() {
     assert!(log.answers(), "that the file has become shorter is no error of the drive");
 }
 
+/// The opening has entered it again.
+#[test]
+fn a_partial_chunk_that_was_cleared_before_the_last_opening_leaves_its_list_with_its_segment() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
+    fill(&log, 0..8);
+    assert!(store_spec(&log, PutSpec::chunk(key(900), key(7), 5, 8), 900, 0).unwrap());
+    log.clear().unwrap();
+    log.turn(Turn::Maintain);
+    let log = reopen(log);
+    assert!(steps::reclaim_one(&log.volumes[0]));
+    assert!(log.lookup_partials(&key(7)).is_empty());
+}
+
 /// Otherwise the chunk is there for a put, and for no lookup.
 #[test]
 fn a_partial_chunk_that_was_given_up_and_stored_again_is_found_when_its_first_segment_has_gone() {
