@@ -43,6 +43,9 @@ const WRITTEN_AT_ONCE: usize = 2 << 20;
 const TRY_AGAIN: Duration = Duration::from_millis(5);
 /// How long a put that finds no room is tried again: what fills the drive may be another model's.
 const ROOM_PATIENCE: Duration = Duration::from_secs(10);
+/// The same for its tenant's quota. What the tenant can give up goes at once; while this waits, it
+/// keeps memory from the fetches of others, and fetching counts as slow for them.
+const QUOTA_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A fetch under way. Dropping it cancels it; what it has brought stays.
 #[derive(Debug)]
@@ -271,9 +274,13 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
             Ok(PutOutcome::AlreadyThere) => tokio::time::sleep(TRY_AGAIN).await,
             Ok(PutOutcome::NotAdmitted(Refusal::Quota, _)) if !to.evicts => return Err(RemoteCause::Quota),
             // Room is being made.
-            Ok(PutOutcome::NoRoom(_) | PutOutcome::NotAdmitted(Refusal::Quota, _)) => {
-                if full_since.get_or_insert_with(Instant::now).elapsed() >= ROOM_PATIENCE {
-                    return Err(RemoteCause::NoSpace);
+            Ok(not @ (PutOutcome::NoRoom(_) | PutOutcome::NotAdmitted(Refusal::Quota, _))) => {
+                let (patience, cause) = match not {
+                    PutOutcome::NoRoom(_) => (ROOM_PATIENCE, RemoteCause::NoSpace),
+                    _ => (QUOTA_PATIENCE, RemoteCause::Quota),
+                };
+                if full_since.get_or_insert_with(Instant::now).elapsed() >= patience {
+                    return Err(cause);
                 }
                 tokio::time::sleep(TRY_AGAIN).await;
             }

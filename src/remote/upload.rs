@@ -35,6 +35,9 @@ const GIVES_WAY: Duration = Duration::from_millis(10);
 const LEASE: Duration = Duration::from_secs(60);
 /// How often the upload of a chunk is tried.
 const TRIES: u32 = 3;
+/// How often the store is asked to delete an object whose chunk was removed meanwhile: for ten
+/// minutes and more where it fails altogether, as it is asked less and less often then.
+const DELETIONS: u32 = 20;
 /// The pause after which a store that fails is asked again.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -233,9 +236,12 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     if !is_still_there(log, &chunk) {
         shared.known.set(key, RemotePresence::Absent);
         // A further try of this chunk would not come here: it is on no drive.
+        let mut asked = 0;
         while let Err(cause) = shared.bucket.delete(vec![name.clone()]).await {
-            if !matches!(cause, RemoteCause::CircuitOpen | RemoteCause::Io | RemoteCause::TimedOut) {
-                return Err(cause);
+            match cause {
+                RemoteCause::CircuitOpen => {}
+                RemoteCause::Io | RemoteCause::TimedOut if asked + 1 < DELETIONS => asked += 1,
+                cause => return Err(cause),
             }
             tokio::time::sleep(LOOK_AGAIN).await;
         }
