@@ -144,7 +144,7 @@ class Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes the values of the keys, durably, for all servers. Raises where some of them stay."""
+        """Removes the values of the keys, durably, for all servers."""
         names = [name(key) for key in keys]
         removed = self._store.delete(names)
         # What another server has evicted or deleted before has gone too: LMCache would name it again.
@@ -152,8 +152,8 @@ class Adapter(L2AdapterInterface):
         gone = [one for one, yes, is_gone in zip(digests, removed, self._store.gone(digests), strict=True) if yes or is_gone]
         self._forget(gone)
         if len(gone) < len(keys):
-            # LMCache takes everything but an exception for success.
-            raise forebay.IoError(f"{len(keys) - len(gone)} of {len(keys)} keys could not be deleted; see Forebay's log")
+            # Not raised: LMCache's thread that enforces quotas would end, for all of its adapters.
+            logger.warning("%d of %d keys could not be deleted", len(keys) - len(gone), len(keys))
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
