@@ -215,7 +215,7 @@ impl Load {
     /// # Errors
     /// As [`Load::wait_layer`].
     pub fn wait_layer_for(&self, layer: usize, timeout: Duration) -> Result<Option<LayerReady>> {
-        let until = Instant::now() + timeout;
+        let Some(until) = Instant::now().checked_add(timeout) else { return self.wait_layer(layer).map(Some) };
         let mut state = self.inner.state.lock();
         if layer >= state.layers() {
             return Err(Error::new(

@@ -353,7 +353,9 @@ fn a_full_queue_is_tried_again() {
     let (slots, from) = w.stored(2);
     w.disk.busy(5);
     let to = w.kv(2);
-    assert_eq!(w.load(&to, &slots).wait().tokens, 2 * T);
+    let load = w.load(&to, &slots);
+    assert_eq!(load.wait_layer_for(LAYERS - 1, Duration::MAX).unwrap().map(|ready| ready.tokens), Some(2 * T));
+    assert_eq!(load.wait().tokens, 2 * T);
     assert!(to.bytes() == from.bytes());
 }
 
