@@ -6,7 +6,7 @@
 //! any point, and goes on from there when it is run again. The geometry is that of the description
 //! in the cache or in the store.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -135,11 +135,11 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
         }
     } else {
         let jobs = sync.remote_shards(args)?;
-        let bytes = |job: &Job<RemoteObject>| job.items.iter().map(|object| object.bytes).sum::<u64>();
-        let mut rest: u64 = jobs.iter().map(bytes).sum();
-        for job in jobs.iter().take_while(|_| !stop::asked()) {
-            reports.push(sync.down(job, bytes(job) as f64 / rest.max(1) as f64)?);
-            rest -= bytes(job);
+        let missing = sync.missing(&jobs);
+        let mut rest: u64 = missing.iter().sum();
+        for (job, bytes) in jobs.iter().zip(missing).take_while(|_| !stop::asked()) {
+            reports.push(sync.down(job, bytes as f64 / rest.max(1) as f64)?);
+            rest -= bytes;
         }
     }
     if reports.is_empty() && args.namespace.is_some() && is_whole && !stop::asked() {
@@ -281,6 +281,27 @@ impl Sync<'_> {
             jobs.push(Job { namespace, shard, geometry, chunks, items, limit });
         }
         Ok(jobs)
+    }
+
+    /// Bytes of each job that are to be brought: what a drive has needs no room.
+    fn missing(&self, jobs: &[Job<RemoteObject>]) -> Vec<u64> {
+        let mut there: HashMap<(String, String), HashSet<ChunkKey>> = HashMap::new();
+        for drive in &self.settings.drives {
+            // There may be no cache yet.
+            let Ok((found, _)) = shards(&drive.path) else { continue };
+            for (files, raw) in &found {
+                let Some(first) = files.first() else { continue };
+                let keys = live(raw, now_s()).into_iter().map(|(_, r)| r.key);
+                there.entry((first.namespace.clone(), first.shard.clone())).or_default().extend(keys);
+            }
+        }
+        let missing = |job: &Job<RemoteObject>| {
+            let there = there.get(&(job.namespace.clone(), job.shard.clone()));
+            let is_there = |object: &&RemoteObject| there.is_some_and(|there| there.contains(&object.key));
+            let bytes: u64 = job.items.iter().filter(|object| !is_there(object)).map(|object| object.bytes).sum();
+            bytes.min(job.limit)
+        };
+        jobs.iter().map(missing).collect()
     }
 
     fn up(&self, job: &Job<LocalChunk>) -> Result<ShardReport> {

@@ -156,9 +156,8 @@ fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
     assert_eq!((shards.as_array().unwrap().len(), &shards[0]["moved"]), (1, &kept["chunks"]), "{shards}");
 }
 
-#[test]
-fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
-    let w = World::new();
+/// Two models of 12 MB in the store, in the order of their namespaces.
+fn two_models(w: &World) -> [String; 2] {
     for block in [8, 16] {
         let layout = format!("--layout opaque --block-size {block}");
         let store = format!("bench --rw store --model tiny {layout} --size 12m --bs 64k --keep --directory a --quiet");
@@ -166,14 +165,39 @@ fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
     }
     let namespaces = w.run("ls a --namespaces --json").expect(0).json();
     let of_size = |ns: &&Value| ns["chunks"].as_u64() > Some(700);
-    let large: Vec<&str> =
-        namespaces.as_array().unwrap().iter().filter(of_size).map(|ns| ns["namespace"].as_str().unwrap()).collect();
-    assert_eq!(large.len(), 2, "{namespaces}");
+    let name = |ns: &Value| ns["namespace"].as_str().unwrap().to_owned();
+    let mut large: Vec<String> = namespaces.as_array().unwrap().iter().filter(of_size).map(name).collect();
+    large.sort_unstable();
     large.iter().for_each(|ns| drop(w.sync(&format!("up a --namespace {ns}"), 0)));
+    large.try_into().unwrap()
+}
+
+/// What `sync down` reports with another capacity.
+fn down_with(w: &World, capacity: &str, more: &[&str]) -> Value {
     let mut env = w.env();
-    env.push(("FOREBAY_CAPACITY".into(), "24MiB".into()));
+    env.push(("FOREBAY_CAPACITY".into(), capacity.into()));
     let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
-    let down = forebay_with(w.dir.path(), &["sync", "down", "b", "--remote", REMOTE, "--json"], &env).expect(0).json();
+    let words = [&["sync", "down", "b", "--remote", REMOTE, "--json"][..], more].concat();
+    forebay_with(w.dir.path(), &words, &env).expect(0).json()
+}
+
+#[test]
+fn what_a_drive_has_takes_no_share_of_the_room() {
+    let w = World::new();
+    let [absent, present] = two_models(&w);
+    // Room for both, but not for what is there twice.
+    let first = down_with(&w, "46MiB", &["--namespace", &present]);
+    assert_eq!(first["shards"][0]["left"], 0, "{first}");
+    let both = down_with(&w, "46MiB", &[]);
+    let left: Vec<_> = both["shards"].as_array().unwrap().iter().map(|s| (&s["namespace"], &s["left"])).collect();
+    assert!(left.len() == 2 && left.iter().all(|(_, left)| **left == 0), "{absent}: {both}");
+}
+
+#[test]
+fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
+    let w = World::new();
+    two_models(&w);
+    let down = down_with(&w, "24MiB", &[]);
     let moved: Vec<u64> = down["shards"].as_array().unwrap().iter().map(|s| s["moved"].as_u64().unwrap()).collect();
     let there = w.run("ls b --namespaces --json").expect(0).json();
     let there: Vec<u64> = there.as_array().unwrap().iter().map(|ns| ns["chunks"].as_u64().unwrap()).collect();
