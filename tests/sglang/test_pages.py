@@ -205,7 +205,8 @@ def test_a_draft_of_its_own_k_and_v_beside_mla_is_for_one_rank(cache: Path) -> N
     transfer = [PoolTransfer(name=PoolName.DRAFT, keys=names(2), host_indices=pages(draft, 0, 2))]
     with backend(config(cache, is_mla=True), kv, draft=draft) as over:
         assert over.batch_set_v2(transfer) == over.batch_get_v2(transfer) == {PoolName.DRAFT: [True, True]}
-    # SGLang's controller stores nothing of it on the other ranks, so that no prompt would ever be whole there.
+    # SGLang's controller stores nothing of it on the other ranks, so that no prompt would ever be
+    # whole there.
     for rank in range(2):
         given = config(cache, is_mla=True, tp=(rank, 2))
         sglangs = SimpleNamespace(backup_skip=not given.is_storage_writer, storage_backend_type="dynamic")

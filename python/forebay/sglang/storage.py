@@ -39,8 +39,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 logger = logging.getLogger("sglang.forebay")
 
-#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own. It takes some of them out before, but not where decode servers
-#: offload their KV.
+#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own. It takes some of them out
+#: before, but not where decode servers offload their KV.
 SGLANGS_KEYS = (
     "backend_name",
     "module_path",

@@ -531,18 +531,24 @@ fn a_seal_during_which_another_flush_of_the_index_fails_is_made_again() {
     assert_eq!(held(&log, 0..8).len(), 8);
 }
 
-#[test]
-fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
-    let dir = temp();
-    let older = Log::open(options(dir.path())).unwrap();
+/// A log without threads that has adopted a lane of 60 chunks.
+fn with_adopted(dir: &Path) -> (Arc<Log>, Arc<Lane>) {
+    let older = Log::open(options(dir)).unwrap();
     (0..60).for_each(|n| assert!(store(&older, n)));
     older.seal(soon()).unwrap();
-    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir) }).unwrap();
     older.abandon();
     drop(older);
     log.turn(Turn::Scan);
+    let adopted = log.volumes[0].lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
+    (log, adopted)
+}
+
+#[test]
+fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
+    let dir = temp();
+    let (log, adopted) = with_adopted(dir.path());
     let volume = &log.volumes[0];
-    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
     let kept = || (0..60).filter(|n| has(&log, *n)).count();
     adopted.pause_holes(Duration::from_secs(3600));
     assert!(!steps::reclaim_one(volume) && kept() == 60);
@@ -553,15 +559,8 @@ fn an_adopted_lane_in_which_holes_fail_keeps_its_chunks() {
 #[test]
 fn without_holes_an_adopted_lane_gives_its_space_back_segment_by_segment() {
     let dir = temp();
-    let older = Log::open(options(dir.path())).unwrap();
-    (0..60).for_each(|n| assert!(store(&older, n)));
-    older.seal(soon()).unwrap();
-    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
-    older.abandon();
-    drop(older);
-    log.turn(Turn::Scan);
+    let (log, adopted) = with_adopted(dir.path());
     let volume = &log.volumes[0];
-    let adopted = volume.lanes().held().find(|lane| lane.role == LaneRole::Adopted).cloned().unwrap();
     adopted.set_no_holes();
     let unleased = |n| Chunk { lease: None, ..log.hold(&key(n), PIN).unwrap() };
     let chunks: Vec<Chunk> = (0..60).map(unleased).collect();
