@@ -333,12 +333,6 @@ impl Geometry {
         self.layers.iter().map(|l| l.extent_bytes(tokens)).sum()
     }
 
-    /// The largest extent of a full chunk.
-    #[must_use]
-    pub fn max_extent_bytes(&self) -> usize {
-        self.layers.iter().map(|l| l.extent_bytes(self.chunk_tokens as usize)).max().unwrap_or(0)
-    }
-
     /// The namespace: BLAKE3 over a canonical rendering of the geometry. Left out are the ranks,
     /// since the shards of one model lie beside each other in one namespace; the tensor-parallel
     /// size where KV is replicated; and with pipeline parallelism the layers, which differ between

@@ -171,12 +171,6 @@ impl Exposition {
         self.families.iter().map(|f| f.name())
     }
 
-    /// The metric families, for a program that has a registry of its own.
-    #[must_use]
-    pub fn into_families(self) -> Vec<MetricFamily> {
-        self.families
-    }
-
     /// The Prometheus text exposition.
     ///
     /// # Errors

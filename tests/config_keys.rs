@@ -44,7 +44,6 @@ const CASES: &[Case] = &[
     ("mode", "ro", |s| s.mode = Mode::Ro),
     ("numa", "1", |s| s.numa = Numa::Node(1)),
     ("hugepages", "off", |s| s.hugepages = false),
-    ("dir_mode", "0750", |s| s.dir_mode = 0o750),
     ("eviction_policy", "FIFO", |s| s.eviction_policy = EvictionPolicy::Fifo),
     ("admission", "Second_Touch", |s| s.admission = Admission::SecondTouch),
     ("admission_loss", "0.1", |s| s.admission_loss = 0.1),

@@ -213,7 +213,7 @@ fn an_empty_file_and_no_file_give_the_defaults() {
 
 #[test]
 fn a_map_of_code_takes_nested_keys_and_the_dump_reads_back() {
-    let map = json!({"gds_config": {"cache_dir": "/a"}, "capacity": "50%", "numa": 1, "ttl": 60, "dir_mode": "0750"});
+    let map = json!({"gds_config": {"cache_dir": "/a"}, "capacity": "50%", "numa": 1, "ttl": 60});
     let (settings, _) = Loader::bare().map(map.as_object().unwrap().clone()).load().unwrap();
     assert_eq!(settings.capacity, Capacity::Percent(50.0));
     let (again, _) = Loader::bare().map(settings.to_map()).load().unwrap();
@@ -232,8 +232,6 @@ fn limits_follow_the_file_system_and_the_number_of_drives() {
     assert_eq!(settings.drive_capacity_bytes(1000), 1 << 39, "an equal share");
     settings.min_free = MinFree::Percent(1.0);
     assert_eq!(settings.min_free_bytes(1000), 10);
-    settings.dir_mode = 0o770;
-    assert_eq!(settings.file_mode(), 0o660);
 }
 
 #[test]

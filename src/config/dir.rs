@@ -29,15 +29,13 @@ pub use node::numa_node;
 pub struct DirOptions {
     /// Whether the cache will be written.
     pub mode: Mode,
-    /// Permission bits of directories that are made.
-    pub dir_mode: u32,
     /// Network file systems give a warning instead of an error.
     pub allow_any_filesystem: bool,
 }
 
 impl From<&Settings> for DirOptions {
     fn from(settings: &Settings) -> Self {
-        Self { mode: settings.mode, dir_mode: settings.dir_mode, allow_any_filesystem: settings.allow_any_filesystem }
+        Self { mode: settings.mode, allow_any_filesystem: settings.allow_any_filesystem }
     }
 }
 
@@ -91,7 +89,7 @@ impl CacheDir {
                 key: "cache_dir".into(),
                 origin: None,
                 message: format!("every user of the machine may write to {}", path.display()),
-                advice: format!("chmod {:04o} it: who can write there can forge KV", options.dir_mode),
+                advice: "chmod 0700 it: who can write there can forge KV".into(),
             });
         }
         Ok(Self { root, kind, mount, warnings })
@@ -131,7 +129,7 @@ fn make_cache_dir(path: &Path, options: &DirOptions) -> Result<()> {
             .at(path)
             .advice("correct cache_dir, or set mode: rw to start a cache"));
     }
-    match make_dir(path, options.dir_mode) {
+    match make_dir(path) {
         Ok(()) => Ok(()),
         // A second server that starts at the same moment makes the same directory.
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -144,10 +142,10 @@ fn make_cache_dir(path: &Path, options: &DirOptions) -> Result<()> {
     }
 }
 
-/// Makes a directory with exactly these permissions, whatever the umask is.
-fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
-    DirBuilder::new().mode(mode).create(path)?;
-    std::fs::set_permissions(path, Permissions::from_mode(mode))
+/// Makes a directory for its owner alone, whatever the umask is.
+fn make_dir(path: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).create(path)?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o700))
 }
 
 fn discards(path: &Path, kind: FsKind, mount: &MountPoint) -> Warning {
@@ -223,21 +221,6 @@ impl Dir {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// Opens the directory `name`, or makes it with the permission bits `mode`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] where `name` is a symlink or no directory, otherwise the kind of the
-    /// I/O error.
-    pub fn create_dir_in(&self, name: &str, mode: u32) -> Result<Self> {
-        let path = self.reach(name)?;
-        match make_dir(&path, mode) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                Err(Error::io("cannot make a directory of the cache", e).at(self.path.join(name)))
-            }
-            _ => self.open_dir_in(name),
-        }
     }
 
     /// Opens the directory `name`.

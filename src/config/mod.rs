@@ -153,10 +153,6 @@ pub struct Settings {
     /// refused.
     #[serde(deserialize_with = "value::loose")]
     pub hugepages: bool,
-    /// Permission bits of the directories that are made; files get the same without the execute
-    /// bits.
-    #[serde(with = "value::permissions")]
-    pub dir_mode: u32,
     /// What is evicted first when space is needed: single chunks, or whole segments.
     #[serde(deserialize_with = "value::choice")]
     pub eviction_policy: EvictionPolicy,
@@ -294,7 +290,6 @@ impl Default for Settings {
             mode: Mode::Rw,
             numa: Numa::Auto,
             hugepages: true,
-            dir_mode: 0o700,
             eviction_policy: EvictionPolicy::Prefix,
             admission: Admission::All,
             admission_loss: 0.06,
@@ -339,14 +334,6 @@ impl Settings {
     /// of the I/O error where the file cannot be read.
     pub fn load() -> Result<(Self, Vec<Warning>)> {
         Loader::process().load()
-    }
-
-    /// As [`Settings::load`], with a map on top that outranks file and environment.
-    ///
-    /// # Errors
-    /// As [`Settings::load`].
-    pub fn load_with(code: serde_json::Map<String, serde_json::Value>) -> Result<(Self, Vec<Warning>)> {
-        Loader::process().map(code).load()
     }
 
     /// The defaults, with one cache directory.
@@ -416,12 +403,6 @@ impl Settings {
             MinFree::Bytes(bytes) => bytes,
             MinFree::Percent(percent) => share(fs_bytes, percent),
         }
-    }
-
-    /// Permission bits of files: those of directories without execute.
-    #[must_use]
-    pub fn file_mode(&self) -> u32 {
-        self.dir_mode & 0o666
     }
 
     /// [`Settings::io_timeout_ms`] as a duration.

@@ -1,5 +1,4 @@
-//! Reading values as users write them: numbers as text, sizes with units, percentages, durations,
-//! octal permissions.
+//! Reading values as users write them: numbers as text, sizes with units, percentages, durations.
 //!
 //! A reason and the advice that follows from it are one text joined by `"; "`, because a serde
 //! error carries one text; [`super::load`] splits it again. Decoding is total: any value gives a
@@ -225,29 +224,6 @@ pub(super) mod gigabytes {
 
     pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<u64, D::Error> {
         read_size(&Value::deserialize(d)?, 1 << 30).map_err(D::Error::custom)
-    }
-}
-
-/// Octal permissions. A YAML number is taken digit by digit, because YAML 1.2 reads `0700` as seven
-/// hundred.
-pub(super) mod permissions {
-    use super::*;
-
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
-    pub(in crate::config) fn serialize<S: Serializer>(mode: &u32, s: S) -> Result<S::Ok, S::Error> {
-        s.serialize_str(&format!("{mode:04o}"))
-    }
-
-    pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<u32, D::Error> {
-        let value = Value::deserialize(d)?;
-        let text = match &value {
-            Value::String(text) => text.trim().trim_start_matches("0o").to_owned(),
-            // With its leading zero a YAML number may arrive as 700 or as 700.0.
-            other => u32::loose(other).map_or_else(|_| String::new(), |digits| digits.to_string()),
-        };
-        u32::from_str_radix(&text, 8).ok().filter(|mode| *mode <= 0o7777).ok_or_else(|| {
-            D::Error::custom(format!("{} is not an octal permission; write it as \"0700\" with quotes", show(&value)))
-        })
     }
 }
 

@@ -68,7 +68,7 @@ metric_table! {
     DISK_BYTES = Gauge "forebay_disk_bytes" ["drive"] "Bytes that all files below the cache directory take, of all processes.";
     LIVE_BYTES = Gauge "forebay_live_bytes" ["drive"] "Bytes of chunks that can be found.";
     CHUNKS = Gauge "forebay_chunks" ["drive"] "Chunks and objects that can be found.";
-    DRIVE_UP = Gauge "forebay_drive_up" ["drive"] "1 while the drive takes chunks.";
+    DRIVE_UP = Gauge "forebay_drive_up" ["drive"] "0 while the drive is left alone after errors in a row, or its file system is gone; else 1, also while it drains or is full.";
     SEGMENTS = Gauge "forebay_segments" [] "Segments in use in the lanes that this process writes or looks after.";
     LANES = Gauge "forebay_lanes" [] "Lanes that this process sees.";
     DATA_BYTES = Counter "forebay_log_data_bytes_total" [] "Bytes of slots written for chunks published.";

@@ -140,18 +140,6 @@ impl Table {
         Ok(true)
     }
 
-    /// Forgets all partial chunks after `parent`, as when a full chunk has taken their place;
-    /// whether there were any.
-    ///
-    /// # Errors
-    /// `Permission` if this is not the writer's table.
-    pub fn drop_partials(&self, parent: &ChunkKey) -> Result<bool> {
-        let mut state = self.state()?;
-        let Some(found) = self.partial_line(parent) else { return Ok(false) };
-        self.put_back(&mut state, found, parent, Pairs::default());
-        Ok(true)
-    }
-
     fn put_back(&self, state: &mut State<'_>, (line, slot): (Line, u32), parent: &ChunkKey, pairs: Pairs) {
         if pairs.iter().all(|p| p.0 == 0) {
             self.erase(state, &line, slot);

@@ -17,7 +17,6 @@ use parking_lot::Mutex;
 use rustix::fs::{Advice, AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::beneath;
 use super::buffer::IO_ALIGN;
 use super::mount::{self, DiskFile};
 use super::os::boot_clock_ns;
@@ -110,27 +109,7 @@ impl DirectFile {
         if let Some(disk) = mount::disk_of(path) {
             return Self::open_mounted(&disk, path, options);
         }
-        Self::open_by(path, options, |options, flags| open_raw(path, options, flags))
-    }
-
-    /// Opens `relative` below the directory `root` without following a symlink anywhere below it,
-    /// so that nobody who can write there leads the opening elsewhere.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open); `InvalidInput` also where `relative` is absolute or goes up.
-    pub fn open_beneath(root: impl AsRef<Path>, relative: impl AsRef<Path>, options: FileOptions) -> Result<Self> {
-        let path = root.as_ref().join(relative.as_ref());
-        let (dir, name) = beneath::parent(root.as_ref(), relative.as_ref())?;
-        Self::open_by(&path, options, |options, flags| {
-            beneath::open_in(&dir, &name, options, flags).map_err(|e| open_error(&path, e))
-        })
-    }
-
-    fn open_by(
-        path: &Path,
-        options: FileOptions,
-        open: impl Fn(FileOptions, OFlags) -> std::result::Result<File, OpenError>,
-    ) -> Result<Self> {
+        let open = |options, flags| open_raw(path, options, flags);
         if !options.direct {
             return Ok(Self::wrap(open(options, OFlags::empty())?, path, false));
         }
@@ -497,7 +476,7 @@ fn open_error(path: &Path, e: std::io::Error) -> OpenError {
     OpenError { errno, error: error.at(path) }
 }
 
-pub(super) fn symlink_error() -> Error {
+fn symlink_error() -> Error {
     Error::new(ErrorKind::InvalidInput, "a symlink stands where a file or directory of the cache is expected")
         .advice("remove it: the cache is never opened through symlinks")
 }

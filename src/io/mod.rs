@@ -25,11 +25,10 @@
 //! - `faulty`, `mount`: queues with faults and stand-in disks, for tests.
 //!
 //! Beside the queues:
-//! - `file`, `beneath`, `remove`: opens files, also without following symlinks, and removes them.
+//! - `file`, `remove`: opens files, never through a symlink, and removes them.
 //! - `event`: an eventfd. `os`: calls that the standard library lacks. `program`: where the
 //!   `forebay` program is.
 
-mod beneath;
 mod bounce;
 mod buffer;
 mod cufile;
@@ -60,7 +59,6 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 
-pub use beneath::create_dirs_beneath;
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, MemorySpace};
 pub use cufile::{CufileCause, CufileReason, TrialCounters, TrialMemory, TrialReport, cufile_trial, try_cufile};
 pub use event::EventFd;

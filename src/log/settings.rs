@@ -69,7 +69,6 @@ impl LogOptions {
             write_budget_dwpd: settings.write_budget_dwpd,
             ttl: settings.ttl,
             on_incompatible: settings.on_incompatible,
-            dir_mode: settings.dir_mode,
             placement: settings.placement,
             commit_interval: settings.commit_interval(),
             lease_share: settings.lease_share,

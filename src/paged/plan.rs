@@ -169,26 +169,6 @@ impl ChunkPlan {
         self.block_ids.iter().copied().filter(|id| !whole.contains(id)).collect()
     }
 
-    /// Checks that opaque layers can use the mapping: all tokens of a block-sized piece, as far as
-    /// they are mapped, lie in one block and in order.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidInput`] naming the piece and block.
-    pub fn require_block_order(&self) -> Result<()> {
-        match self.pieces.iter().find(|p| !p.in_order) {
-            None => Ok(()),
-            Some(p) => Err(Error::new(
-                ErrorKind::InvalidInput,
-                format!(
-                    "slot mapping: tokens from {} on do not lie in order in block {}, and blocks of an opaque layer can only be moved whole",
-                    u64::from(p.index) * u64::from(self.block_tokens),
-                    p.block
-                ),
-            )
-            .advice("map each block of the chunk to one block of the server")),
-        }
-    }
-
     fn is_whole(&self, piece: &BlockUse, tokens: usize) -> bool {
         let bt = self.block_tokens as usize;
         let first = piece.index as usize * bt;
@@ -239,14 +219,11 @@ mod tests {
         assert_eq!(whole, [(0, 5), (2, 1)]);
         assert_eq!(plan.skipped_blocks(10), [2]);
         assert_eq!(plan.skipped_blocks(12), [1, 2], "a stored chunk longer than the mapping leaves its last block");
-        assert!(plan.require_block_order().is_ok());
     }
 
     #[test]
-    fn blocks_out_of_order_are_refused_for_opaque_layers() {
+    fn blocks_out_of_order_are_not_whole() {
         let plan = ChunkPlan::new(&[1, 0, 2, 3], None, 2, 2).unwrap();
         assert_eq!(plan.whole_blocks(4).map(|p| p.block).collect::<Vec<_>>(), [1]);
-        let e = plan.require_block_order().unwrap_err();
-        assert!(e.to_string().contains("block 0"), "{e}");
     }
 }

@@ -39,5 +39,9 @@ def test_sglang_understands_the_flags(cache: Path, capsys: pytest.CaptureFixture
 def test_settings_that_are_wrong_are_named(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cache-dir", str(cache), "--set", "no_such_setting=1"]) == 1
     assert "no_such_setting" in capsys.readouterr().err
+    for item in ("chunk_size=64", "mode=ro"):
+        with pytest.raises(SystemExit):
+            main(["--linker", "--cache-dir", str(cache), "--set", item])
+        assert item.partition("=")[0] in capsys.readouterr().err
     assert main(["--cache-dir", str(cache / "missing")]) == 1
     assert "is no directory" in capsys.readouterr().err

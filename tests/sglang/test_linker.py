@@ -235,6 +235,7 @@ def test_what_it_cannot_do_is_refused_at_the_start_and_by_name(cache: Path, monk
 
     refused("chunk_size", more={"chunk_size": 64})
     refused("no_such_setting", more={"no_such_setting": 1})
+    refused("mode: ro", more={"mode": "ro"})
     refused("pipeline parallelism", pp_size=2)
     refused("_PlainKvStrategy", kind="plain")
     with pytest.raises(forebay.Unsupported, match="memory-saver"):

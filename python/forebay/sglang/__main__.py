@@ -55,11 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
         if not equals:
             parser.error(f"--set {item}: write KEY=VALUE")
         given[key] = value
+    if asked.linker and "chunk_size" in given:
+        parser.error("--set chunk_size: a chunk is a page of SGLang's; leave it out, and set SGLang's --page-size")
     try:
-        settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="the settings given")
+        resolved = settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="the settings given")
     except forebay.ForebayError as error:
         print(f"python -m forebay.sglang: {error}", file=sys.stderr)
         return 1
+    if asked.linker and resolved["mode"] == "ro":
+        parser.error("mode: ro with --linker: a damaged page stays, so every request that needs it would end with an error; set mode: rw")
     if not Path(asked.cache_dir).is_dir():
         print(f"python -m forebay.sglang: {asked.cache_dir} is no directory; make it, on a local drive", file=sys.stderr)
         return 1

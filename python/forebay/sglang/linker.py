@@ -124,7 +124,13 @@ class Linker(UnifiedCacheLinker):
         if "chunk_size" in settings:
             raise forebay.ConfigError("chunk_size: a chunk is a page of SGLang's; leave it out, and set SGLang's --page-size")
         self.forward_stream = forward_stream
-        self._timeout_ms = int(checked(settings, name="linker_extra_config")["load_timeout_ms"])
+        resolved = checked(settings, name="linker_extra_config")
+        if resolved["mode"] == "ro":
+            raise forebay.Unsupported(
+                "mode: ro with the external linker: a damaged page stays, so every request that needs it would end with an error; set "
+                "mode: rw, or use HiCache (docs/sglang.md)"
+            )
+        self._timeout_ms = int(resolved["load_timeout_ms"])
         self._group = resolve_hybrid_device_pool_group(
             kvcache=params.token_to_kv_pool_allocator.get_kvcache(),
             page_size=params.page_size,

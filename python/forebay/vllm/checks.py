@@ -115,7 +115,7 @@ def blending(vllm_config: VllmConfig, settings: Settings) -> None:
 
 def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Settings:
     """The settings: layer-wise loads are refused where a failed one could do harm, or with `auto` left off."""
-    if not settings.layerwise or (why := _unsound(vllm_config, kv)) is None:
+    if not settings.layerwise or (why := _unsound(vllm_config, kv, settings)) is None:
         return settings
     if not settings.is_auto:
         raise Unsupported(f"use_layerwise with {why}, or leave use_layerwise off")
@@ -123,7 +123,7 @@ def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Setting
     return settings.whole()
 
 
-def _unsound(vllm_config: VllmConfig, kv: Shape) -> str | None:
+def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | None:
     """What keeps vLLM from a right end after a failed layer-wise load, and the remedy."""
     if kv.ranks.pp > 1:
         return (
@@ -141,6 +141,8 @@ def _unsound(vllm_config: VllmConfig, kv: Shape) -> str | None:
     assert transfer is not None
     outer = _outer(vllm_config)
     if outer is None and transfer.kv_load_failure_policy == "fail":
+        if settings.resolved["mode"] == "ro":
+            return "mode: ro: a damaged chunk stays, so every request that needs it would end with an error; set mode: rw"
         return None
     fails = 'set "kv_load_failure_policy": "fail"' if outer is None else "use ForebayConnector without MultiConnector"
     if vllm_config.scheduler_config.async_scheduling:

@@ -31,7 +31,8 @@ class Settings:
     """The settings in effect, read once in each process."""
 
     engine: dict[str, Any]
-    """What the engine and the state machines get: the keys whose values differ from those that the environment alone gives."""
+    """What the engine and the state machines get: the settings file that is named, and the keys whose values differ from those that
+    file and environment give."""
     resolved: dict[str, Any]
     """All of them."""
     load_limit: LoadLimit | None = None
@@ -82,9 +83,11 @@ def read(extra: Mapping[str, Any]) -> Settings:
 
     extra = dict(extra)
     load_limit = extra.pop(LOAD_LIMIT, None)
-    resolved, without = settings(extra, name="kv_connector_extra_config"), settings({})
+    # The engine reads the same file, where one is named: a value of None does not outrank another file's.
+    named = {key: extra[key] for key in ("config_file",) if extra.get(key) is not None}
+    resolved, without = settings(extra, name="kv_connector_extra_config"), settings(named)
     # Only what differs: the engine may warn of a key that is given, whatever its value.
-    engine = {key: value for key, value in resolved.items() if value != without[key]}
+    engine = named | {key: value for key, value in resolved.items() if value != without[key]}
     return Settings(engine, resolved, None if load_limit is None else _function(load_limit))
 
 

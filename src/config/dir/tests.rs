@@ -3,7 +3,7 @@ use std::os::unix::fs::symlink;
 use super::*;
 
 fn options(mode: Mode) -> DirOptions {
-    DirOptions { mode, dir_mode: 0o700, allow_any_filesystem: false }
+    DirOptions { mode, allow_any_filesystem: false }
 }
 
 /// A table that puts everything below `dir` on one file system.
@@ -34,21 +34,6 @@ fn a_missing_cache_directory_is_made_for_its_owner_alone() {
     assert_eq!(opened.kind, FsKind::Local);
     assert!(opened.warnings.is_empty(), "{:?}", opened.warnings);
     assert_eq!(opened.root.names().unwrap(), Vec::<String>::new(), "probing leaves nothing behind");
-}
-
-#[test]
-fn dir_mode_holds_whatever_the_umask_is() {
-    let top = temp();
-    let path = top.path().join("cache");
-    let shared = DirOptions { dir_mode: 0o770, ..options(Mode::Rw) };
-    let root = CacheDir::open(&path, &shared, &MountTable::default()).unwrap().root;
-    root.create_dir_in("lane0", 0o770).unwrap();
-    root.open_file_in("f", &CacheFileOptions { write: true, create: Some(0o660), ..CacheFileOptions::default() })
-        .unwrap();
-    assert_eq!(
-        [mode_of(&path), mode_of(&path.join("lane0")), mode_of(&path.join("f"))].map(|m| format!("{m:o}")),
-        ["770", "770", "660"]
-    );
 }
 
 #[test]
@@ -167,7 +152,6 @@ fn the_way_to_the_cache_may_be_a_symlink_but_nothing_inside_it() {
     let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
     let errors = [
         root.open_dir_in("ns").map(drop).unwrap_err(),
-        root.create_dir_in("ns", 0o700).map(drop).unwrap_err(),
         root.open_file_in("index.kv", &CacheFileOptions::default()).map(drop).unwrap_err(),
         root.open_file_in("index.kv", &create).map(drop).unwrap_err(),
         root.open_file_in("data.kv", &create).map(drop).unwrap_err(),
@@ -187,7 +171,8 @@ fn exchanging_a_parent_for_a_symlink_leads_nowhere_else() {
     let (cache, outside) = (top.path().join("cache"), top.path().join("outside"));
     std::fs::create_dir_all(outside.join("ns")).unwrap();
     let root = CacheDir::open(&cache, &options(Mode::Rw), &MountTable::default()).unwrap().root;
-    let ns = root.create_dir_in("ns", 0o700).unwrap();
+    std::fs::create_dir(cache.join("ns")).unwrap();
+    let ns = root.open_dir_in("ns").unwrap();
     std::fs::rename(&cache, top.path().join("moved")).unwrap();
     symlink(&outside, &cache).unwrap();
     let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
@@ -204,7 +189,7 @@ fn only_single_names_and_regular_files_are_opened() {
         let e = root.open_file_in(name, &CacheFileOptions::default()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidInput, "{name:?}");
     }
-    root.create_dir_in("d", 0o700).unwrap();
+    std::fs::create_dir(top.path().join("d")).unwrap();
     assert_eq!(root.open_file_in("d", &CacheFileOptions::default()).unwrap_err().kind(), ErrorKind::Config);
     assert_eq!(root.open_file_in("gone", &CacheFileOptions::default()).unwrap_err().kind(), ErrorKind::NotFound);
     std::fs::write(top.path().join("f"), b"x").unwrap();
@@ -226,8 +211,7 @@ fn names_are_listed_renamed_and_removed() {
     for name in ["b", "a"] {
         root.open_file_in(name, &create).unwrap();
     }
-    root.create_dir_in("c", 0o700).unwrap();
-    root.create_dir_in("c", 0o700).unwrap();
+    std::fs::create_dir(top.path().join("c")).unwrap();
     root.rename_in("b", "d").unwrap();
     root.sync().unwrap();
     assert_eq!(root.names().unwrap(), ["a", "c", "d"]);

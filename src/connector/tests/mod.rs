@@ -191,3 +191,17 @@ fn saved(meta: &StepMeta) -> Vec<(usize, usize)> {
 fn loaded(meta: &StepMeta) -> Vec<(usize, usize)> {
     meta.loads.iter().map(|l| (l.computed, l.stop)).collect()
 }
+
+#[test]
+fn the_page_of_metrics_has_every_counter() {
+    let page = include_str!("../../../docs/metrics.md");
+    let part = |from: &str, to: &str| page.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
+    let workers = part("`vllm:forebay_…_total`, of workers", "`vllm:forebay_scheduler_…_total`");
+    let scheduler = part("| `vllm:forebay_scheduler_…_total` |", "## Blending");
+    for (name, _) in WorkerStats::default().counters() {
+        assert!(workers.contains(&format!("`{name}`")), "{name}");
+    }
+    for (name, _) in SchedulerStats::default().counters() {
+        assert!(scheduler.contains(&format!("`{name}`")), "{name}");
+    }
+}

@@ -45,7 +45,7 @@ impl Budget {
     /// Reads the page, without making the file and without its lock.
     pub(in crate::log) fn read(root: &Path) -> Result<BudgetPage> {
         let path = root.join(paths::BUDGET);
-        let bytes = fs::read(&path).map_err(|e| Error::io("cannot read BUDGET", e).at(&path))?;
+        let bytes = paths::read_small(&path).map_err(|e| Error::io("cannot read BUDGET", e).at(&path))?;
         BudgetPage::decode(&bytes).map_err(|e| e.at(&path))
     }
 

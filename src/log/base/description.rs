@@ -6,7 +6,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use super::paths::{GEOMETRY, GEOMETRY_NEW};
+use super::paths::{GEOMETRY, GEOMETRY_NEW, read_small};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 
@@ -14,7 +14,7 @@ use crate::geometry::Geometry;
 pub(in crate::log) fn write(shard_dir: &Path, geometry: &Geometry) -> Result<()> {
     let (path, new) = (shard_dir.join(GEOMETRY), shard_dir.join(GEOMETRY_NEW));
     let json = geometry.to_json();
-    if fs::read(&path).is_ok_and(|there| there == json) {
+    if read_small(&path).is_ok_and(|there| there == json) {
         return Ok(());
     }
     let failed = |e| Error::io("cannot describe the cache's model", e).at(&path);
@@ -32,7 +32,7 @@ pub(in crate::log) fn write(shard_dir: &Path, geometry: &Geometry) -> Result<()>
 pub fn geometry_of(cache_dir: &Path, namespace: &str, shard: &str) -> Result<Geometry> {
     let path = cache_dir.join(namespace).join(shard).join(GEOMETRY);
     let advice = "a server that opens this cache writes it";
-    let read = fs::read(&path).map_err(|e| match e.kind() {
+    let read = read_small(&path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "the cache's model is not described").at(&path),
         _ => Error::io("cannot read the description of the cache's model", e).at(&path),
     });

@@ -69,8 +69,6 @@ pub struct LogOptions {
     pub ttl: Option<Duration>,
     /// What to do with lanes that cannot be used.
     pub on_incompatible: OnIncompatible,
-    /// Permission bits of directories that are made.
-    pub dir_mode: u32,
     /// How chunks are spread over drives.
     pub placement: Placement,
     /// Longest time until a stored chunk's record is written to the journal.
@@ -127,7 +125,6 @@ impl LogOptions {
             write_budget_dwpd: None,
             ttl: None,
             on_incompatible: OnIncompatible::default(),
-            dir_mode: 0o700,
             placement: Placement::default(),
             commit_interval: Duration::from_millis(50),
             lease_share: 0.25,

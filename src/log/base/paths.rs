@@ -51,6 +51,12 @@ pub(in crate::log) const LANE_FILES: [&str; 11] = [
 
 const LANE_PREFIX: &str = "lane";
 
+/// More than any small file has.
+const MOST_SMALL: u64 = 16 << 20;
+
+/// Permission bits of directories: their owner alone, as with the files.
+pub(in crate::log) const DIR_MODE: u32 = 0o700;
+
 /// Name of lane `number`'s directory.
 pub(in crate::log) fn lane_dir(number: u32) -> String {
     format!("{LANE_PREFIX}{number}")
@@ -99,9 +105,9 @@ pub(in crate::log) fn is_there(path: &Path) -> bool {
 ///
 /// # Errors
 /// `InvalidInput` where a symlink or a file has the name; what the operating system says.
-pub(in crate::log) fn make_dir(parent: &Path, name: &str, mode: u32) -> Result<PathBuf> {
+pub(in crate::log) fn make_dir(parent: &Path, name: &str) -> Result<PathBuf> {
     let path = parent.join(name);
-    match DirBuilder::new().mode(mode).create(&path) {
+    match DirBuilder::new().mode(DIR_MODE).create(&path) {
         Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => {
             return Err(Error::io("cannot make a directory of the cache", e)
                 .at(&path)
@@ -131,6 +137,18 @@ pub(in crate::log) fn open_small(path: &Path, create: bool) -> Result<File> {
     let mut options = File::options();
     options.read(true).write(true).create(create).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
     options.open(path).map_err(|e| Error::io("cannot open a file of the cache", e).at(path))
+}
+
+/// The bytes of a small file. A FIFO in its place would keep a reader waiting for ever.
+pub(in crate::log) fn read_small(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(MOST_SMALL).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// A new file of `bytes` reserved bytes under a temporary name in `dir`, to be renamed with

@@ -126,7 +126,7 @@ impl Volume {
 
     fn open_writable(ctx: &Arc<Ctx>, (number, root): (usize, &Path), io: io::Drive, helpers: Helpers) -> Result<Self> {
         let options = &ctx.options;
-        let made = DirBuilder::new().recursive(true).mode(options.dir_mode).create(root);
+        let made = DirBuilder::new().recursive(true).mode(paths::DIR_MODE).create(root);
         made.map_err(|e| {
             Error::io("cannot make the cache directory", e).at(root).advice("choose a cache_dir that can be written")
         })?;
@@ -136,8 +136,8 @@ impl Volume {
         let budget = Arc::new(Budget::open(root, limits, options.clock.unix_ms(), options.io_timeout)?);
         // A mistyped capacity must not empty the cache without a word.
         budget.excess().iter().for_each(|told| tracing::warn!("{told}"));
-        let namespace = paths::make_dir(root, &options.geometry.fingerprint().dir_name(), options.dir_mode)?;
-        let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name(), options.dir_mode)?;
+        let namespace = paths::make_dir(root, &options.geometry.fingerprint().dir_name())?;
+        let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name())?;
         let _lock = ShardLock::take(&shard_dir, options.io_timeout)?;
         let shard = open_shard(ctx, &shard_dir)?;
         floors::show(&shard, &floors::read_durably(&shard_dir)?);
@@ -303,7 +303,7 @@ impl Volume {
     }
 
     fn new_lane(&self, around: &Surroundings, number: u32) -> Result<(LaneCandidate, LaneFiles)> {
-        let dir = paths::make_dir(&self.shard_dir, &paths::lane_dir(number), self.ctx.options.dir_mode)?;
+        let dir = paths::make_dir(&self.shard_dir, &paths::lane_dir(number))?;
         let lock = try_lock(&dir)?.ok_or_else(|| {
             Error::new(ErrorKind::Locked, "another process took the lane that was just made").at(&dir)
         })?;

@@ -242,14 +242,12 @@ impl Log {
     }
 
     /// Reports a chunk whose load failed. A corrupt or unreadable chunk is removed, if it still
-    /// lies where it was read, so that it is stored anew; one that was not read in time stays.
+    /// lies where it was read and this process may write, so that it is stored anew; one that was
+    /// not read in time stays.
     /// After several errors in a row nothing on the drive is found for a while: a load would only
     /// wait, and hold staging.
     pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
         self.ctx.counters.bad_chunks.add(1);
-        if self.ctx.check_writable().is_err() {
-            return;
-        }
         let Some(volume) = self.volumes.get(chunk.drive) else { return };
         if matches!(why, Bad::TimedOut) {
             self.tell_bad(chunk, why);
@@ -263,8 +261,10 @@ impl Log {
             if matches!(why, Bad::Io) {
                 volume.note_bad_read(ErrorKind::Io);
             }
-            self.tell_bad(chunk, why);
-            discard(volume, &chunk.lane, &entry);
+            if self.ctx.check_writable().is_ok() {
+                self.tell_bad(chunk, why);
+                discard(volume, &chunk.lane, &entry);
+            }
         }
     }
 }

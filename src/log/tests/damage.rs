@@ -16,7 +16,7 @@ use crate::format::superblock::Superblock;
 use crate::index::{Mark, Reclaim};
 use crate::io::{DirectFile, FileOptions};
 use crate::log::lane::LaneRole;
-use crate::log::{Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim, recover};
+use crate::log::{Bad, Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim, recover};
 
 const KEYS: u64 = 60;
 
@@ -66,6 +66,22 @@ impl Dice {
         self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         (self.0 >> 24) % n
     }
+}
+
+#[test]
+fn a_reader_leaves_a_drive_alone_that_does_not_answer() {
+    let dir = temp();
+    let log = open(dir.path());
+    (0..8).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    let reader = reader(dir.path()).unwrap();
+    for n in 0..8 {
+        let chunk = reader.locate(&key(n), PIN);
+        assert_eq!(chunk.is_some(), reader.answers());
+        chunk.iter().for_each(|chunk| reader.report_bad(chunk, Bad::Io));
+    }
+    assert!(!reader.answers());
+    assert!((0..8).all(|n| load(&log, n).is_ok()), "it removes nothing");
 }
 
 #[test]

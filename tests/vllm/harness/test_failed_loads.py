@@ -158,6 +158,11 @@ def test_layerwise_loads_are_refused_where_vllm_does_that(shape: Shape, flag: st
         Server(dataclasses.replace(shape, settings={"use_layerwise": True}), tmp_path)
 
 
+def test_layerwise_loads_from_a_cache_that_keeps_what_is_damaged_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mode: ro"):
+        Server(Shape(policy="fail", settings={"use_layerwise": True, "mode": "ro"}), tmp_path)
+
+
 @RUNNERS
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])

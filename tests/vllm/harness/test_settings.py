@@ -13,6 +13,7 @@ from forebay.connector import settings
 from forebay.vllm import checks, identity
 from forebay.vllm.connector import ForebayConnector
 from forebay.vllm.geometry import Unsupported
+from forebay.vllm.settings import read
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -45,6 +46,17 @@ def test_a_file_the_environment_and_code_in_this_order(tmp_path: Path, monkeypat
     monkeypatch.setenv("FOREBAY_MIN_LOAD_TOKENS", "100")
     assert loaded(tmp_path, config_file=str(file)) == 288
     assert loaded(tmp_path, config_file=str(file), min_load_tokens=289) == 0
+
+
+def test_a_file_that_is_named_takes_the_place_of_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, environments = tmp_path / "named.yaml", tmp_path / "environments.yaml"
+    file.write_text(f"cache_dir: {tmp_path}/cache\nload_timeout_ms: 77\n")
+    environments.write_text("fingerprint: theirs\ntenant_quota: 1GiB\nload_timeout_ms: 78\n")
+    for others in (environments, Path("/nowhere/forebay.yaml")):
+        monkeypatch.setenv("FOREBAY_CONFIG_FILE", str(others))
+        found = read({"config_file": str(file), "max_held_blocks": 7})
+        assert (found.fingerprint, found.resolved["load_timeout_ms"], found.resolved["max_held_blocks"]) == ("", 77, 7)
+        assert settings(found.engine) == found.resolved, "so the engine reads the same"
 
 
 def test_a_fingerprint_is_another_namespace_whoever_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from forebay.vllm.blend import lines, refuse
 from forebay.vllm.blend.client import Blend, BlendError
+from forebay.vllm.settings import LOAD_LIMIT
 
 NAME = "python -m forebay.vllm.blend"
 
@@ -99,7 +100,7 @@ def _settings(asked: argparse.Namespace) -> dict[str, str]:
             raise ValueError(f"--set {item}: write KEY=VALUE")
         given[key] = value
     try:
-        settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="--cache-dir and --set")
+        settings({key: value for key, value in given.items() if key != LOAD_LIMIT}, name="--cache-dir and --set")
     except forebay.ForebayError as error:
         raise ValueError(str(error)) from error
     return given
