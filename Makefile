@@ -167,7 +167,7 @@ blend-quality: python
 
 # vLLM's schedulers, of 0.32 and 0.33 at once, around a runner that knows every byte of KV: six minutes. FOREBAY_SOAK_SEEDS=1000 for more.
 vllm-harness: python
-	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q harness --vllm 0.32 & first=$$!; \
+	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q harness --vllm 0.32 & first=$$!; trap 'kill $$first' INT TERM; \
 		$$python -m pytest -q harness --vllm 0.33; second=$$?; wait $$first && exit $$second; }
 
 # LMCache's own server and tools over Forebay (docs/lmcache.md). `lmcache-ci` is the part of `make test`: a minute.

@@ -1,7 +1,7 @@
 //! Ranges of settings, and pairs that contradict each other.
 //!
-//! Only checks that need nothing but the settings. Those that depend on the geometry (is staging
-//! two extents?) or on the machine are made where these are known.
+//! Only checks that need nothing but the settings. Those that depend on the geometry (does staging
+//! hold an extent?) or on the machine are made where these are known.
 
 use std::path::{Component, Path};
 use std::time::Duration;
@@ -195,7 +195,7 @@ fn memory(s: &Settings) -> Checked {
         ensure(
             bytes >= MIB,
             key,
-            format!("{bytes} bytes hold no two extents"),
+            format!("{bytes} bytes hold no extent"),
             "use at least 1MiB, better two extents for every drive's max_concurrent_ops; 256MiB suits most models",
         )?;
     }

@@ -79,15 +79,23 @@ def is_on(value: Any) -> bool:
 
 def read(extra: Mapping[str, Any]) -> Settings:
     """The settings that `kv_connector_extra_config` gives; its keys outrank the environment and the file that it names."""
+    import forebay
     from forebay.connector import settings
 
     extra = dict(extra)
     load_limit = extra.pop(LOAD_LIMIT, None)
-    # The engine reads the same file, where one is named: a value of None does not outrank another file's.
+    # The engine reads the same file, where one is named.
     named = {key: extra[key] for key in ("config_file",) if extra.get(key) is not None}
-    resolved, without = settings(extra, name="kv_connector_extra_config"), settings(named)
-    # Only what differs: the engine may warn of a key that is given, whatever its value.
-    engine = named | {key: value for key, value in resolved.items() if value != without[key]}
+    resolved = settings(extra, name="kv_connector_extra_config")
+    try:
+        without = settings(named)
+    except forebay.ForebayError:
+        # It contradicts itself without the keys that outrank it here.
+        without = {key: None for key in resolved}
+    # Only what differs: the engine may warn of a key that is given, whatever its value. None would
+    # not outrank the file.
+    differing = {key: value for key, value in resolved.items() if value != without[key]}
+    engine = named | {key: "none" if value is None else value for key, value in differing.items()}
     return Settings(engine, resolved, None if load_limit is None else _function(load_limit))
 
 

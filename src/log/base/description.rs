@@ -19,7 +19,7 @@ pub(in crate::log) fn write(shard_dir: &Path, geometry: &Geometry) -> Result<()>
     }
     let failed = |e| Error::io("cannot describe the cache's model", e).at(&path);
     let mut options = fs::File::options();
-    options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     options.open(&new).and_then(|mut file| file.write_all(&json)).map_err(failed)?;
     fs::rename(&new, &path).map_err(failed)
 }

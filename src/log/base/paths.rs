@@ -3,7 +3,7 @@
 //! Nothing below the cache directory itself is reached through a symlink: directories are checked
 //! when they are entered, files are opened with `O_NOFOLLOW`.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -135,20 +135,29 @@ pub(in crate::log) fn sync_dir(dir: &Path) -> Result<()> {
 /// Opens a small file for reading and writing; with `create` a missing one is made, with mode 0600.
 pub(in crate::log) fn open_small(path: &Path, create: bool) -> Result<File> {
     let mut options = File::options();
-    options.read(true).write(true).create(create).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    options.open(path).map_err(|e| Error::io("cannot open a file of the cache", e).at(path))
+    let file = open_regular(options.read(true).write(true).create(create).truncate(false).mode(0o600), path);
+    file.map_err(|e| Error::io("cannot open a file of the cache", e).at(path))
 }
 
-/// The bytes of a small file. A FIFO in its place would keep a reader waiting for ever.
+/// Opens a small file for reading.
+pub(in crate::log) fn open_to_read(path: &Path) -> std::io::Result<File> {
+    open_regular(File::options().read(true), path)
+}
+
+/// The bytes of a small file.
 pub(in crate::log) fn read_small(path: &Path) -> std::io::Result<Vec<u8>> {
-    let mut options = File::options();
-    let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file"));
-    }
     let mut bytes = Vec::new();
-    file.take(MOST_SMALL).read_to_end(&mut bytes)?;
+    open_to_read(path)?.take(MOST_SMALL).read_to_end(&mut bytes)?;
     Ok(bytes)
+}
+
+/// Opens what is neither a symlink nor a FIFO, which would keep a reader waiting for ever.
+fn open_regular(options: &mut OpenOptions, path: &Path) -> std::io::Result<File> {
+    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    if file.metadata()?.is_file() {
+        return Ok(file);
+    }
+    Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file"))
 }
 
 /// A new file of `bytes` reserved bytes under a temporary name in `dir`, to be renamed with

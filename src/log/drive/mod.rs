@@ -13,7 +13,7 @@ mod quota;
 mod waiting;
 
 use std::collections::HashSet;
-use std::fs::{DirBuilder, File};
+use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -162,7 +162,7 @@ impl Volume {
         let path = shard_dir.join(paths::SHARD_SHM);
         let attached = match paths::open_small(&path, false) {
             Ok(file) => SharedShard::attach(&file, ctx.boot, Access::ReadWrite),
-            Err(_) => File::open(&path)
+            Err(_) => paths::open_to_read(&path)
                 .map_err(|e| Error::io("cannot open the shard page", e))
                 .and_then(|file| SharedShard::attach(&file, ctx.boot, Access::ReadOnly)),
         };

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Those of reading the file.
 pub fn budget_damage(cache_dir: &Path) -> Result<Option<Error>> {
     let path = cache_dir.join(paths::BUDGET);
-    match fs::read(&path) {
+    match paths::read_small(&path) {
         Ok(bytes) if bytes.is_empty() => Ok(None),
         Ok(bytes) => Ok(BudgetPage::decode(&bytes).err().map(|e| e.at(&path))),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -51,7 +51,7 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
         return Err(damage);
     }
     let failed = |e| Error::io("cannot write BUDGET", e).at(&path);
-    let is_blank = fs::read(&path).map_err(failed)?.iter().all(|b| *b == 0);
+    let is_blank = paths::read_small(&path).map_err(failed)?.iter().all(|b| *b == 0);
     if lanes.is_empty() && !is_blank {
         return Err(damage.advice("no lane says that this is a cache: if it is one, remove the BUDGET file"));
     }

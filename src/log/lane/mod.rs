@@ -442,7 +442,7 @@ fn open_shared(path: &Path) -> Result<(Access, File)> {
         Ok(file) => Ok((Access::ReadWrite, file)),
         Err(e) if e.kind() == ErrorKind::NotFound => Err(e),
         Err(_) => {
-            let file = File::open(path).map_err(|e| Error::io("cannot open a shared file", e).at(path))?;
+            let file = paths::open_to_read(path).map_err(|e| Error::io("cannot open a shared file", e).at(path))?;
             Ok((Access::ReadOnly, file))
         }
     }

@@ -258,13 +258,15 @@ impl Log {
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
         if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
+            // A reader cannot remove it, and one bad chunk, asked for again and again, is no bad drive.
+            if self.ctx.check_writable().is_err() {
+                return;
+            }
             if matches!(why, Bad::Io) {
                 volume.note_bad_read(ErrorKind::Io);
             }
-            if self.ctx.check_writable().is_ok() {
-                self.tell_bad(chunk, why);
-                discard(volume, &chunk.lane, &entry);
-            }
+            self.tell_bad(chunk, why);
+            discard(volume, &chunk.lane, &entry);
         }
     }
 }

@@ -75,13 +75,37 @@ fn a_reader_leaves_a_drive_alone_that_does_not_answer() {
     (0..8).for_each(|n| assert!(store(&log, n)));
     log.flush().unwrap();
     let reader = reader(dir.path()).unwrap();
+    let damaged = reader.locate(&key(0), PIN).unwrap();
+    (0..8).for_each(|_| reader.report_bad(&damaged, Bad::Io));
+    assert!(reader.answers(), "it is one chunk");
     for n in 0..8 {
         let chunk = reader.locate(&key(n), PIN);
         assert_eq!(chunk.is_some(), reader.answers());
-        chunk.iter().for_each(|chunk| reader.report_bad(chunk, Bad::Io));
+        chunk.iter().for_each(|chunk| reader.report_bad(chunk, Bad::TimedOut));
     }
     assert!(!reader.answers());
     assert!((0..8).all(|n| load(&log, n).is_ok()), "it removes nothing");
+}
+
+#[test]
+fn a_fifo_where_a_file_belongs_keeps_nobody_waiting() {
+    let dir = temp();
+    make(dir.path());
+    let shard = shard_dir(dir.path());
+    let in_shard = ["geometry.json", "shard.shm", "lane0/policy.state"].map(|name| shard.join(name));
+    for path in in_shard.into_iter().chain([dir.path().join("BUDGET")]) {
+        drop(fs::rename(&path, dir.path().join("moved")));
+        let owner = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, owner, 0).unwrap();
+        for mode in [Mode::Ro, Mode::Rw] {
+            // It opens without what is only a hint, or says what is wrong.
+            drop(Log::open(LogOptions { mode, ..options(dir.path()) }).map(|log| log.close(soon()).unwrap()));
+        }
+        fs::remove_file(&path).unwrap();
+        drop(fs::rename(dir.path().join("moved"), &path));
+    }
+    let log = open(dir.path());
+    assert!(load(&log, 20).is_ok());
 }
 
 #[test]

@@ -50,13 +50,19 @@ def test_a_file_the_environment_and_code_in_this_order(tmp_path: Path, monkeypat
 
 def test_a_file_that_is_named_takes_the_place_of_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, environments = tmp_path / "named.yaml", tmp_path / "environments.yaml"
-    file.write_text(f"cache_dir: {tmp_path}/cache\nload_timeout_ms: 77\n")
+    file.write_text(f"cache_dir: {tmp_path}/cache\nload_timeout_ms: 77\nmin_free: 30%\nwrite_budget_dwpd: 1\n")
     environments.write_text("fingerprint: theirs\ntenant_quota: 1GiB\nload_timeout_ms: 78\n")
     for others in (environments, Path("/nowhere/forebay.yaml")):
         monkeypatch.setenv("FOREBAY_CONFIG_FILE", str(others))
-        found = read({"config_file": str(file), "max_held_blocks": 7})
+        # Without the capacity the file would be refused.
+        found = read({"config_file": str(file), "max_held_blocks": 7, "capacity": "60%"})
         assert (found.fingerprint, found.resolved["load_timeout_ms"], found.resolved["max_held_blocks"]) == ("", 77, 7)
         assert settings(found.engine) == found.resolved, "so the engine reads the same"
+    file.write_text("tenant_quota: 1GiB\nwrite_budget_dwpd: 1\nrecompute_tokens_per_s: 9\nmax_held_blocks: 7\n")
+    none = {key: "none" for key in ("tenant_quota", "write_budget_dwpd", "recompute_tokens_per_s", "max_held_blocks")}
+    found = read({"config_file": str(file), **none})
+    assert {found.resolved[key] for key in none} <= {None, "none"}
+    assert settings(found.engine) == found.resolved
 
 
 def test_a_fingerprint_is_another_namespace_whoever_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

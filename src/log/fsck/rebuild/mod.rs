@@ -159,7 +159,7 @@ fn derive(
         None => known_half(&files.namespace).ok_or_else(|| lost("the namespace's name is no fingerprint"))?,
     };
     let drive = files.path().ancestors().nth(3).map(|root| root.join(BUDGET));
-    let drive = drive.and_then(|path| BudgetPage::decode(&std::fs::read(path).ok()?).ok());
+    let drive = drive.and_then(|path| BudgetPage::decode(&paths::read_small(&path).ok()?).ok());
     Ok(Superblock {
         features: [0; 3],
         generation: 0,
