@@ -1,7 +1,6 @@
 //! Files that are lost as a whole, and what can be done about it: lanes without data.kv, and a
 //! damaged `BUDGET` file, which keeps the cache from opening.
 
-use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Duration;
