@@ -434,6 +434,7 @@ fn no_fault_gives_a_wrong_byte_or_outlasts_its_deadline() {
         server.spoil(|_, _| Spoil::No);
         // A new process asks again; what was taken for damaged is not.
         two.close(later()).unwrap();
+        b.world.settings.remote_timeout_ms = 20_000;
         let two = b.open();
         assert_eq!(fetch(&two, &p).chunks, 3, "{fault:?}");
         assert_eq!(b.check(&two, &p, &kv), N, "{fault:?}");
