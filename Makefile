@@ -165,7 +165,7 @@ vllm-s3: python
 blend-quality: python
 	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write $(if $(ONLY),--only $(ONLY))
 
-# vLLM's schedulers, of 0.32 and 0.33 at once, around a runner that knows every byte of KV: six minutes. FOREBAY_SOAK_SEEDS=1000 for more.
+# vLLM's schedulers, of 0.32 and 0.33 at once, around a runner that knows every byte of KV. FOREBAY_SOAK_SEEDS=1000 for more.
 vllm-harness: python
 	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q harness --vllm 0.32 & first=$$!; trap 'kill $$first' INT TERM; \
 		$$python -m pytest -q harness --vllm 0.33; second=$$?; wait $$first && exit $$second; }

@@ -250,8 +250,8 @@ impl ObjectStore {
     /// Keeps objects from eviction for `time` at most, or until each pin is taken back by an
     /// [`unpin`](Self::unpin). Returns for each key whether it is pinned. It is not where the
     /// object is not stored, where leases would exceed `lease_share`, or where what processes share
-    /// cannot be written (a read-only mount). No I/O and no waiting. A deletion, a `clear` and the end of its time to live remove an object
-    /// all the same.
+    /// cannot be written (a read-only mount). No I/O and no waiting. A deletion, a `clear` and the
+    /// end of its time to live remove an object all the same.
     pub fn pin(&self, keys: &[Vec<u8>], time: Duration) -> Vec<bool> {
         let Some(log) = self.log() else { return vec![false; keys.len()] };
         self.core.pins.drop_expired();

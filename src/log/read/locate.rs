@@ -258,7 +258,8 @@ impl Log {
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
         if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
-            // A reader cannot remove it, and one bad chunk, asked for again and again, is no bad drive.
+            // A reader cannot remove it; and one bad chunk that is asked for again and again is no
+            // bad drive.
             if self.ctx.check_writable().is_err() {
                 return;
             }
