@@ -110,10 +110,12 @@ fn it_holds_half_of_the_memory_and_what_it_holds_stays() {
     assert_eq!((result.found, result.read, result.no_room), (2, 2, 1), "its own load is the next to make room");
     let second = prefetch(&w, &slots[3..4]);
     // Others come and go: what is held does not.
-    for _ in 0..2 {
-        assert_eq!(w.load(&w.kv(4), &slots[4..]).wait(), all_of(4));
+    let before = tier.stats().evicted;
+    for others in [&slots[4..6], &slots[6..]] {
+        assert_eq!(w.load(&w.kv(2), others).wait(), all_of(2));
     }
-    assert!(!second.is_finished() && tier.stats().evicted > 0);
+    assert!(!second.is_finished());
+    assert_eq!(tier.stats().evicted - before, 2, "the last two took the place of the two before them");
     assert_eq!(w.pipeline().prefetch_stats().held_bytes, 2 * tier.frame_bytes() as u64);
     w.disk.pause();
     assert_eq!(w.load(&w.kv(2), &slots[..2]).wait(), all_of(2));
