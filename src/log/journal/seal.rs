@@ -41,11 +41,9 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
     let outcome = give_back_gaps(lane, segment, &records)
         .and_then(|()| flush_data(lane))
         .and_then(|()| write_region(lane, segment, &header, &records))
-        .and_then(|()| flush_region(lane));
+        .and_then(|()| flush_region(lane, doubts));
     let mut state = lane.state()?;
-    // What another flush has lost may be the region.
-    let doubt = || Error::new(ErrorKind::Io, "another flush failed while a segment was sealed");
-    if let Err(e) = outcome.and_then(|()| if state.pending.doubts() == doubts { Ok(()) } else { Err(doubt()) }) {
+    if let Err(e) = outcome {
         state.segments.undo_seal(segment, records);
         return Err(e);
     }
@@ -126,8 +124,8 @@ pub(in crate::log) fn write_region(lane: &Lane, segment: u32, header: &RegionHea
     lane.write(&lane.index, lane.region_offset(segment), aligned(&bytes)?)
 }
 
-fn flush_region(lane: &Lane) -> Result<()> {
-    lane.flush_index()
+fn flush_region(lane: &Lane, doubts: u64) -> Result<()> {
+    lane.flush_index_since(doubts)
 }
 
 /// The region holds the records durably: pages of the ring with them may be overwritten, and those

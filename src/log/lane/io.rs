@@ -53,6 +53,7 @@ impl Lane {
     /// # Errors
     /// Those of the drive.
     pub(in crate::log) fn flush_index(&self) -> Result<()> {
+        let _one = self.flushing_index.lock();
         self.wait(Request::flush(Arc::clone(&self.index), drop)).inspect_err(|e| {
             if e.kind() != ErrorKind::Busy
                 && let Ok(mut state) = self.state()
@@ -60,6 +61,19 @@ impl Lane {
                 state.pending.doubt();
             }
         })
+    }
+
+    /// As [`flush_index`](Self::flush_index), for what was written after `doubts` flushes of
+    /// index.kv had failed.
+    ///
+    /// # Errors
+    /// Those of the drive; `Io` where another flush has failed meanwhile: it may be lost.
+    pub(in crate::log) fn flush_index_since(&self, doubts: u64) -> Result<()> {
+        self.flush_index()?;
+        if self.state()?.pending.doubts() == doubts {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Io, "another flush failed meanwhile").at(&self.dir))
     }
 
     /// Whether a write of a segment's region has not ended.

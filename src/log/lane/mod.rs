@@ -277,6 +277,9 @@ pub struct Lane {
     pub(super) progress: Condvar,
     lock: Mutex<Option<FileLock>>,
     index_writes: Arc<IndexWrites>,
+    /// Held while index.kv is flushed: the kernel tells one flush of several that pages are lost,
+    /// and the others must not pass for good before that one is counted.
+    flushing_index: Mutex<()>,
     /// Until when, on the boot clock, no hole is tried: 0 for none has failed, `u64::MAX` for ever.
     no_holes_until: AtomicU64,
     #[cfg(test)]
@@ -323,6 +326,7 @@ impl Lane {
             progress: Condvar::new(),
             lock: Mutex::new(p.lock),
             index_writes: Arc::default(),
+            flushing_index: Mutex::new(()),
             no_holes_until: AtomicU64::new(0),
             #[cfg(test)]
             holes_fail: std::sync::atomic::AtomicBool::new(false),

@@ -352,8 +352,9 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
         max_sequence: 0,
         sealed_ms: lane.ctx.options.clock.unix_ms(),
     };
+    let doubts = lane.state()?.pending.doubts();
     lane.write(&lane.index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;
-    lane.flush_index()
+    lane.flush_index_since(doubts)
 }
 
 /// Makes all slots of the segment unreadable; whether its space was given back. Where that fails,
