@@ -176,7 +176,6 @@ impl LoadInner {
         };
         let Scattered { staging, crcs, skipped, skipped_blocks, error } = out;
         drop(staging);
-        let moved = !skipped && error.is_none();
         let scattered = match error {
             None if skipped => None,
             None => Some(Ok((crcs, skipped_blocks.is_empty()))),
@@ -187,9 +186,6 @@ impl LoadInner {
         self.update(|state| {
             state.end_report(reported);
             state.end_scatter(&step);
-            if moved {
-                state.submitted(step.chunk, &wanted, None);
-            }
             if let Some(cause) = bad {
                 state.fail(step.chunk, cause);
             }
@@ -224,7 +220,9 @@ impl LoadInner {
                 return Some(MissCause::Internal);
             }
         };
-        // Before the comparison: once this has verified, another thread may finish the load.
+        // Before the comparison, which may want them copied once more.
+        state.submitted(step.chunk, wanted, None);
+        // Once this has verified, another thread may finish the load.
         state.add_bytes(bytes);
         if is_whole {
             let extents = wanted.iter().copied().zip(crcs);

@@ -6,7 +6,8 @@
 //!   a failed chunk, no worker writes to a failed chunk's blocks any more, and what did not verify
 //!   there is overwritten with zeros ("wiped"): the server may use failed blocks as soon as they
 //!   are reported. On an accelerator a layer is ready when its scatters have been submitted to the
-//!   device; they are verified before the load finishes.
+//!   device; they are verified before the load finishes, and a chunk of which a layer that was
+//!   ready does not verify has failed, also where that layer came from the memory tier.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
 //! - Where a load does not go layer by layer, a damaged chunk is set aside and the others are still
 //!   read: so one load finds all that is damaged, and what is computed instead can be stored again.
@@ -14,8 +15,8 @@
 //!   more layers become ready.
 //! - A CRC that comes before the header is kept, and compared when the header has come.
 //! - Chunks that were in the memory tier when the load began have a cursor of their own. Where a
-//!   layer of one turns out damaged, that layer and those not yet scattered are read from the
-//!   drive, with the chunk's header.
+//!   layer of one turns out damaged before it was ready, that layer and those not yet scattered are
+//!   read from the drive, with the chunk's header.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -324,7 +325,7 @@ impl LoadState {
     }
 
     /// Layers of a chunk came from the memory tier and have these CRCs. Damaged ones are read from
-    /// the drive, or wiped where the chunk has failed.
+    /// the drive, or wiped where the chunk has failed, or fails because they were ready.
     pub(super) fn came_from_memory(&mut self, chunk: usize, extents: impl Iterator<Item = (usize, u32)>) {
         let alive = self.is_alive(chunk);
         let mut bad = Vec::new();
@@ -341,7 +342,33 @@ impl LoadState {
         if bad.is_empty() {
             return;
         }
-        if alive { self.not_in_memory(chunk, bad) } else { self.wipe(chunk, bad) }
+        if !alive {
+            return self.wipe(chunk, bad);
+        }
+        if self.by_order && bad.iter().any(|layer| *layer < self.ready) {
+            return self.used_damaged(chunk, bad);
+        }
+        if let Some(state) = self.chunks.get_mut(chunk) {
+            for &layer in &bad {
+                if let Some(awaited) = state.awaited.get_mut(layer).filter(|awaited| !**awaited) {
+                    *awaited = true;
+                    self.order.comes_again(layer);
+                }
+            }
+        }
+        self.not_in_memory(chunk, bad);
+    }
+
+    /// Layers of a chunk came from the memory tier damaged, and the caller's stream may have used
+    /// them: what was computed from them is wrong. The chunk on the drive is good; only the frame
+    /// goes.
+    fn used_damaged(&mut self, chunk: usize, layers: Vec<usize>) {
+        let memory = self.chunks.get_mut(chunk).map(|state| std::mem::take(&mut state.memory));
+        if let Some(ChunkMemory::Hit(hit)) = memory {
+            hit.report_bad();
+        }
+        self.wipe(chunk, layers);
+        self.fail(chunk, MissCause::Corrupt);
     }
 
     /// No more of a chunk is taken from the memory tier; its `dirty` layers are read from the

@@ -23,14 +23,19 @@ pub(super) fn world_with(
     load_slots: usize,
     change: impl FnOnce(&mut PipelineOptions),
 ) -> (World, Arc<MemoryTier>) {
-    let options = StagingOptions { bytes: frames * SLOT, slot_bytes: SLOT, hugepages: HugePages::Off, numa: None };
-    let tier = MemoryTier::new(&options).unwrap();
+    let tier = tier_of(frames);
     let of_pipeline = Arc::clone(&tier);
     let with_memory = |o: &mut PipelineOptions| {
         o.memory = Some(of_pipeline);
         change(o);
     };
     (World::with(load_slots, 4, with_memory), tier)
+}
+
+/// A tier of so many frames.
+pub(super) fn tier_of(frames: usize) -> Arc<MemoryTier> {
+    let options = StagingOptions { bytes: frames * SLOT, slot_bytes: SLOT, hugepages: HugePages::Off, numa: None };
+    MemoryTier::new(&options).unwrap()
 }
 
 /// Waits until so many frames are taken: what is given up ends on other threads.
@@ -46,7 +51,7 @@ fn read_since(w: &World, from: usize) -> Vec<usize> {
 }
 
 /// Brings a chunk as it is on the disk into memory, with a bit flipped in some layers.
-fn bring_damaged(w: &World, tier: &Arc<MemoryTier>, slot: &Slot, layers: &[usize]) {
+pub(super) fn bring_damaged(w: &World, tier: &Arc<MemoryTier>, slot: &Slot, layers: &[usize]) {
     let mut bytes = w.disk.bytes_of(slot.slot);
     let extents: Vec<_> = slot.layout.extents.iter().map(|e| e.offset as usize..e.offset as usize + EXTENT).collect();
     let crcs: Vec<u32> = extents.iter().map(|e| crc(&bytes[e.clone()])).collect();

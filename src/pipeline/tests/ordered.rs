@@ -8,14 +8,16 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::disk::Fate;
-use super::world::{LAYERS, TOKENS, World};
+use super::disk::{Fate, Slot};
+use super::memory::{bring_damaged, tier_of, wait_used};
+use super::world::{Kv, LAYERS, TOKENS, World};
 use crate::device::{
     Device, Fence, GatherJob, HostDevice, HostOptions, KvMemory, PagedKv, Point, RopeShift, ScatterJob, StagingOptions, StagingPool, Stream,
 };
 use crate::error::{ErrorKind, Result};
 use crate::io::MemorySpace;
-use crate::pipeline::{MissCause, StoreResult};
+use crate::pipeline::{Load, LoadResult, MissCause, StoreResult};
+use crate::tier::MemoryTier;
 
 const T: usize = TOKENS as usize;
 const STREAM: Stream = Stream(77);
@@ -272,18 +274,88 @@ fn damage_is_told_after_the_layer_was_ready_and_before_the_load_is_over() {
         // The layer that does not verify is overwritten before the load finishes.
         assert!(load.wait_for(Duration::from_millis(1)).is_none());
         // So are layers of the next chunk that came before its header: none will verify any more.
-        let result = loop {
-            device.submit_queued();
-            device.run();
-            if let Some(result) = load.wait_for(Duration::from_millis(1)) {
-                break result;
-            }
-        };
+        let result = end(&device, &load);
         assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1));
         assert_eq!(result.failed_blocks, (4..12).collect::<Vec<u32>>());
         let stored = store.wait();
         assert_eq!((stored.stored, stored.sheds.len()), (0, 1), "nothing computed from it is stored");
     }
+}
+
+/// Does all that comes until the load is over.
+fn end(device: &Later, load: &Load) -> LoadResult {
+    loop {
+        device.submit_queued();
+        device.run();
+        if let Some(result) = load.wait_for(Duration::from_millis(1)) {
+            return result;
+        }
+    }
+}
+
+/// As [`stored`], two chunks, of which the second is in memory with a bit of layer 1 turned.
+fn damaged_in_memory() -> (Arc<Later>, World, Arc<MemoryTier>, Vec<Arc<Slot>>, Kv) {
+    let (device, tier) = (Later::new(), tier_of(2));
+    let of_pipeline = Arc::clone(&tier);
+    let w = World::on(Arc::clone(&device) as _, 64, 64, |o| o.memory = Some(of_pipeline));
+    let (slots, from) = stored(&device, &w, 2);
+    tier.retain(|_| false);
+    wait_used(&tier, 0);
+    bring_damaged(&w, &tier, &slots[1], &[1]);
+    (device, w, tier, slots, from)
+}
+
+#[test]
+fn what_memory_had_damaged_fails_its_chunk_when_a_stream_may_have_used_it() {
+    for layerwise in [true, false] {
+        let (device, w, tier, slots, from) = damaged_in_memory();
+        let to = w.kv(2);
+        let load = if layerwise { w.load(&to, &slots) } else { w.whole_load(&to, &slots) };
+        device.submit(2 * LAYERS);
+        assert_eq!(load.wait_layer_on(LAYERS - 1, STREAM).unwrap().tokens, 2 * T, "nobody can know yet");
+        device.run();
+        let result = end(&device, &load);
+        assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1));
+        assert_eq!((load.ticket().verified(), tier.stats().damaged), (Some(false), 1));
+        assert_eq!(w.disk.bad(), [], "the chunk on the drive is good");
+        assert!(to.chunk_bytes(1)[2..4].iter().flatten().all(|b| *b == 0), "keys and values of layer 1 are wiped");
+        let again = if layerwise { w.load(&to, &slots) } else { w.whole_load(&to, &slots) };
+        assert_eq!(end(&device, &again).tokens, 2 * T);
+        assert!(to.bytes() == from.bytes());
+    }
+}
+
+#[test]
+fn what_memory_had_damaged_is_read_from_the_drive_before_its_layer_is_ready() {
+    let (device, w, tier, slots, from) = damaged_in_memory();
+    w.disk.pause();
+    let to = w.kv(2);
+    let load = w.load(&to, &slots);
+    // All layers of the second chunk come from memory, before any of the first.
+    device.submit(LAYERS);
+    device.run();
+    // The header is read by itself; of the second chunk one layer is read.
+    w.disk.wait_held(1 + LAYERS + 2);
+    while let Some(at) = w.disk.held().iter().position(|seen| seen.slot == slots[0].slot) {
+        w.disk.end_one(at);
+    }
+    device.submit(LAYERS);
+    load.wait_layer_on(0, STREAM).unwrap();
+    let (waiting, submitted) = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| load.wait_layer_on(1, STREAM));
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        assert!(!waiting.is_finished(), "the layer's damaged bytes are all that there is of it");
+        w.disk.run();
+        let submitted = device.submit(1);
+        (waiting.join().unwrap(), submitted)
+    });
+    assert_eq!((waiting.unwrap().tokens, device.waits.lock().last().unwrap()), (2 * T, &submitted));
+    device.run();
+    assert_eq!((end(&device, &load).tokens, tier.stats().damaged), (2 * T, 1));
+    assert_eq!(load.ticket().verified(), Some(true));
+    assert!(to.bytes() == from.bytes());
 }
 
 #[test]
@@ -380,7 +452,7 @@ fn hooks_do_nothing_on_a_stream_that_is_being_captured() {
 }
 
 /// `chunks` chunks on the disk and the memory they came from.
-fn stored(device: &Later, w: &World, chunks: usize) -> (Vec<Arc<super::disk::Slot>>, super::world::Kv) {
+fn stored(device: &Later, w: &World, chunks: usize) -> (Vec<Arc<Slot>>, Kv) {
     let (slots, kv) = (w.slots(chunks), w.kv(chunks).filled(7));
     let store = w.store(w.store_spec(&kv, &slots));
     store.all_layers();
