@@ -208,6 +208,7 @@ impl LoadState {
         }
         state.order = LayerOrder::new(state.remaining.clone());
         state.publish();
+        state.took = state.finished.then_some(Duration::ZERO);
         state
     }
 

@@ -64,7 +64,7 @@ impl StoreInner {
                         Some(buf) => self.gather(step, buf, frame),
                         None => {
                             drop(frame);
-                            self.state.lock().ungather(&step);
+                            self.update(|state| state.ungather(&step));
                             return Pause::NoStaging;
                         }
                     }

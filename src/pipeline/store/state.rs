@@ -276,6 +276,8 @@ impl StoreState {
             Some(chunk) if chunk.attempt == step.attempt => {
                 chunk.next = step.layers.start;
                 chunk.gathering -= 1;
+                // It was given up meanwhile, and counted this gather as one to be waited for.
+                self.busy_over -= usize::from(!matches!(chunk.phase, StorePhase::Open(_)));
             }
             _ => self.busy_over -= 1,
         }
@@ -644,5 +646,53 @@ impl StoreChunkState {
         self.next = step.layers.end;
         self.gathering += 1;
         Some(step)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
+    use crate::io::{Done, Rejected, Request};
+    use crate::pipeline::StorePlan;
+
+    struct Slot(SlotLayout);
+
+    impl ChunkSink for Slot {
+        fn layout(&self) -> &SlotLayout {
+            &self.0
+        }
+
+        fn request(&self, _: u64, _: Buf, _: Done) -> Request {
+            unreachable!("nothing is written")
+        }
+
+        fn submit(&self, _: Request) -> std::result::Result<(), Rejected> {
+            unreachable!("nothing is written")
+        }
+
+        fn commit(&self, _: Vec<u32>, _: Box<dyn FnOnce(crate::error::Result<()>) + Send>) {
+            unreachable!("nothing is written")
+        }
+    }
+
+    #[test]
+    fn a_gather_that_finds_no_staging_when_its_chunk_is_given_up_is_not_waited_for() {
+        let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
+        let geometry = Geometry::new("m", DType::named("bf16").unwrap(), layers, 16).unwrap();
+        let layout = SlotLayout::of_chunk(&geometry, 16);
+        let sink: Arc<dyn ChunkSink> = Arc::new(Slot(layout.clone()));
+        let begin: BeginPut = Box::new(move || Begun::Open(sink));
+        let chunk = StoreChunk { layout, tokens: 16, plans: Vec::new(), layer_groups: Arc::new([]), begin };
+        let mut state = StoreState::new(1, 2, 1 << 20);
+        state.plan(StorePlan { chunks: vec![chunk], ..StorePlan::default() });
+        state.announce_all(None);
+        let NextStep::Begin(at, begin) = state.next() else { panic!("its slot is to be opened") };
+        assert!(state.begun(at, begin(), None));
+        let NextStep::Gather(step, _) = state.next() else { panic!("it is to be gathered") };
+        state.shed(at, ShedCause::StagingFull);
+        assert!(!state.is_gathered_all());
+        state.ungather(&step);
+        assert!(state.is_gathered_all());
     }
 }
