@@ -56,13 +56,17 @@ pub fn remove_tree(dir: &Path) -> Result<()> {
     fs::remove_dir(dir).map_err(failed)
 }
 
-/// Makes the file's blocks one extent. If that fails, the removal is only slower.
+/// Makes the blocks of a file with few holes one extent. If that fails, the removal is only slower.
 fn join_extents(path: &Path) {
     let opened: io::Result<File> =
         OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);
     let Ok(file) = opened else { return };
     let Ok(meta) = file.metadata() else { return };
-    if !meta.is_file() || meta.nlink() != 1 || meta.blocks() == 0 {
+    let allocated = meta.blocks() * 512;
+    // Its holes are allocated until it is gone: where they are large, that takes space that others
+    // need, just when a file is removed to give some back.
+    let holes = meta.len().saturating_sub(allocated);
+    if !meta.is_file() || meta.nlink() != 1 || holes > allocated / 4 {
         return;
     }
     let _ = fallocate(&file, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, 0, meta.len());
