@@ -5,7 +5,7 @@
 mod io_world;
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
@@ -120,6 +120,28 @@ fn a_hung_drive_keeps_pinned_memory_only(engine: EngineChoice) {
     other_end.write_all(&[9; IO_ALIGN]).unwrap();
     drive.read.close(Instant::now() + LONG).unwrap();
     assert!(peek(&buf).iter().all(|b| *b == 0), "what came late reached nobody's memory");
+}
+
+/// By threads, whose calls cannot be cancelled.
+#[test]
+fn what_must_last_as_long_as_a_write_outlives_a_time_out() {
+    let (drive, _mover) = bounce(EngineChoice::Threads, MIB);
+    let (mut other_end, full) = std::io::pipe().unwrap();
+    let mut pipe: File = OwnedFd::from(full.try_clone().unwrap()).into();
+    rustix::io::ioctl_fionbio(&pipe, true).unwrap();
+    while pipe.write(&[0; IO_ALIGN]).is_ok() {}
+    rustix::io::ioctl_fionbio(&pipe, false).unwrap();
+    let file = Arc::new(DirectFile::from_file(OwnedFd::from(full).into(), "pipe"));
+    let lasts = Arc::new(());
+    let buf = filled(IO_ALIGN, 3).with(Arc::clone(&lasts) as _);
+    let write = Request::write(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_millis(30));
+    let c = wait(&*drive.write, write);
+    assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
+    drop(c.buf);
+    assert!(Arc::strong_count(&lasts) > 1, "the drive may still write");
+    assert!(other_end.read(&mut vec![0; MIB]).unwrap() > 0);
+    until("the write ends", || Arc::strong_count(&lasts) == 1);
+    until("the request ends", || drive.write.in_flight() == 0);
 }
 
 fn a_hung_copy_keeps_the_buffer_until_it_ends(engine: EngineChoice) {

@@ -87,7 +87,7 @@ pub unsafe trait MemRegion: Send + Sync + 'static {
 }
 
 /// Something that must last as long as a transfer.
-type Companion = Arc<dyn Any + Send + Sync>;
+pub(super) type Companion = Arc<dyn Any + Send + Sync>;
 
 /// The unique owner of some I/O memory. Dropping it gives the memory back to where it came from.
 pub struct Buf(Box<dyn IoBuf>, Option<Companion>);
@@ -105,6 +105,18 @@ impl Buf {
     pub fn with(mut self, companion: Companion) -> Self {
         self.1 = Some(companion);
         self
+    }
+
+    /// As [`with`](Self::with), with what the other memory of the same transfer has.
+    #[must_use]
+    pub(super) fn sharing(mut self, companion: Option<Companion>) -> Self {
+        self.1 = companion;
+        self
+    }
+
+    /// What [`with`](Self::with) added.
+    pub(super) fn companion(&self) -> Option<Companion> {
+        self.1.clone()
     }
 
     /// Drops the companion that [`with`](Self::with) added.

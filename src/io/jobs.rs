@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::buffer::Buf;
+use super::buffer::{Buf, Companion};
 use super::file::DirectFile;
 use super::request::{Caller, Op, Request};
 use super::stats::IoStats;
@@ -300,6 +300,12 @@ impl Jobs {
     /// The file of a job, for backends that keep a table of files.
     pub(super) fn file(&self, job: usize) -> Option<&Arc<DirectFile>> {
         Some(&self.slots.get(job)?.as_ref()?.file)
+    }
+
+    /// What must last as long as a job's write, for a backend that writes from other memory.
+    pub(super) fn companion(&self, job: usize) -> Option<Companion> {
+        let job = self.slots.get(job)?.as_ref().filter(|job| job.op == Op::Write)?;
+        job.buf.as_ref()?.companion()
     }
 
     /// When the caller of a job will have waited long enough, and how long that is from its

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, MutexGuard};
 
+use super::buffer::Companion;
 use super::door::{Behind, Closing, Door, DoorFrame, Taken};
 use super::file::DirectFile;
 use super::jobs::{Detached, Ended, IoPiece, IoSpan, Jobs, Moved};
@@ -24,6 +25,8 @@ use crate::error::{Error, Result};
 pub(super) struct BlockJob<'a> {
     pub(super) piece: &'a IoPiece,
     pub(super) file: &'a Arc<DirectFile>,
+    /// What must last as long as a write, where it goes on from other memory.
+    pub(super) companion: Option<Companion>,
     /// The deadline of the request that it is part of.
     pub(super) deadline: Instant,
     /// To be called when what has a [`Transfer::patience`] has returned, where more is to come.
@@ -286,7 +289,8 @@ impl PoolShared {
             let mut state = self.frame.state.lock();
             state.calls.get_mut(at).into_iter().flatten().for_each(|call| call.patience = None);
         };
-        let block = BlockJob { piece, file: &file, deadline, returned: &returned };
+        let companion = state.jobs.companion(piece.span.job);
+        let block = BlockJob { piece, file: &file, companion, deadline, returned: &returned };
         let light = match direction {
             Direction::Read => gauge.read_starts(),
             Direction::Write => {

@@ -66,7 +66,8 @@ impl BounceShared {
             slot.into_iter().for_each(PinnedSlot::put_back);
             return None;
         };
-        let slot = slot.map(Buf::new);
+        let companion = state.jobs.companion(piece.span.job);
+        let slot = slot.map(Buf::new).map(|slot| slot.sharing(companion));
         let part = state.next_part;
         state.next_part += 1;
         let stage = if piece.op == Op::Write { Stage::Copy } else { Stage::Drive };

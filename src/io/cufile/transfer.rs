@@ -166,7 +166,8 @@ impl CufileTransfers {
         } else {
             let lent =
                 LentPiece { at: piece.ptr as usize, len: piece.span.len, place: self.mover.place(), _free: free };
-            let request = Request::read(Arc::clone(block.file), piece.offset, Buf::new(lent), done);
+            let lent = Buf::new(lent).sharing(block.companion.clone());
+            let request = Request::read(Arc::clone(block.file), piece.offset, lent, done);
             Request { op: piece.op, ..request }
         };
         if let Err(rejected) = self.below.submit_part(request.timeout(left), &self.parts) {
