@@ -98,11 +98,11 @@ impl ChunkSink for LogSink {
         Some(Box::new(move || begin(log, spec, remote)))
     }
 
-    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
+    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<bool>) + Send>) {
         let Some(remote) = &self.remote else { return self.slot.commit(&crcs, done) };
         let (log, remote, key) = (Arc::clone(&self.log), Arc::clone(remote), self.id.key);
-        let published = move |result: Result<()>| {
-            if result.is_ok() {
+        let published = move |result: Result<bool>| {
+            if matches!(result, Ok(true)) {
                 remote.published(&log, key);
             }
             done(result);

@@ -292,8 +292,9 @@ impl Writing {
 /// Writes the header and publishes; `done` is called on an I/O thread.
 fn commit(core: &Arc<Core>, slot: &SlotWriter, crcs: &[u32], done: Done<Stored>) {
     let core = Arc::clone(core);
-    let told = move |result: crate::error::Result<()>| {
-        done(&core, result.map(|()| Stored::Written).map_err(|e| ObjectCause::of(&e)));
+    let told = move |result: crate::error::Result<bool>| {
+        let stored = |is_kept| if is_kept { Stored::Written } else { Stored::WasThere };
+        done(&core, result.map(stored).map_err(|e| ObjectCause::of(&e)));
     };
     slot.commit(crcs, Box::new(told));
 }

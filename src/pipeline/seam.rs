@@ -72,8 +72,9 @@ pub trait ChunkSink: Send + Sync {
     }
 
     /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after
-    /// every write has ended well; `done` is called once.
-    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>);
+    /// every write has ended well; `done` is called once, with `false` where another process has
+    /// stored the chunk meanwhile, so that this slot is not kept.
+    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<bool>) + Send>);
 }
 
 /// The result of an attempt to open a slot.

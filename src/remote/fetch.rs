@@ -314,7 +314,9 @@ async fn fill(
     let (told, end) = oneshot::channel();
     slot.commit(&crcs, Box::new(move |result| drop(told.send(result))));
     match end.await.map_err(|_| RemoteCause::Closed)? {
-        Ok(()) => {}
+        // Another process has fetched it meanwhile: what is in the frame has no slot.
+        Ok(false) => return Ok(()),
+        Ok(true) => {}
         Err(e) if e.kind() == ErrorKind::Cancelled => return Err(RemoteCause::Cancelled),
         Err(_) => return Err(RemoteCause::Drive),
     }

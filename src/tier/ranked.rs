@@ -61,13 +61,12 @@ impl Ranked {
         Some(found)
     }
 
-    /// The frame of `id`, which is about to be used. A frame of an older put is dropped.
+    /// The frame of `id`, which is about to be used. `id` is what the index has just found, so a
+    /// frame of another put is dropped: nobody will ask for it, and it would keep this one out.
     pub(super) fn find(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
         let held = self.frames.get_mut(&id.key)?;
         if held.sequence != id.sequence {
-            if held.sequence < id.sequence {
-                self.take(&id.key);
-            }
+            self.take(&id.key);
             return None;
         }
         self.order.remove(&(held.rank, id.key.0));

@@ -90,7 +90,7 @@ fn put_with(log: &Log, switch: &Switch, fault: u8, n: u64) -> crate::Result<()> 
     switch.set(fault);
     let outcome = commit(put, &crcs);
     switch.set(NONE);
-    outcome
+    outcome.map(drop)
 }
 
 #[test]

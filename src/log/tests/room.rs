@@ -36,7 +36,7 @@ fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     assert!(told.count() < 500, "some wait");
     std::fs::remove_file(&ballast).unwrap();
     drop((file, tx));
-    rx.iter().for_each(|r| r.unwrap());
+    rx.iter().for_each(|r| assert!(r.unwrap()));
     log.flush().unwrap();
     assert_eq!(log.lookup(&(0..full + 500).map(key).collect::<Vec<_>>()), full as usize + 500);
 }

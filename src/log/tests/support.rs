@@ -88,7 +88,8 @@ pub(super) fn write_extents(log: &Log, put: &Put, n: u64, version: u64) -> Resul
     Ok(crcs)
 }
 
-pub(super) fn commit(put: Put, crcs: &[u32]) -> Result<()> {
+/// Whether the put is what is stored.
+pub(super) fn commit(put: Put, crcs: &[u32]) -> Result<bool> {
     let (tx, rx) = crossbeam_channel::bounded(1);
     put.commit(crcs, Box::new(move |r| tx.send(r).unwrap()));
     rx.recv_timeout(Duration::from_secs(20)).unwrap()
@@ -97,7 +98,7 @@ pub(super) fn commit(put: Put, crcs: &[u32]) -> Result<()> {
 pub(super) fn store_spec(log: &Log, spec: PutSpec, n: u64, version: u64) -> Result<bool> {
     let Some(put) = begin(log, spec)? else { return Ok(false) };
     let crcs = write_extents(log, &put, n, version)?;
-    commit(put, &crcs).map(|()| true)
+    commit(put, &crcs)
 }
 
 /// Stores version 0 of key `n`; `false` if the key is there, or the put is not admitted.

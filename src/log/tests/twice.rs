@@ -76,7 +76,7 @@ fn a_put_whose_key_another_process_has_stored_meanwhile_keeps_nothing() {
     let crcs = write_extents(&a, &mine, 1, 0).unwrap();
     assert!(store(&b, 1));
     let before = a.stats();
-    commit(mine, &crcs).unwrap();
+    assert!(!commit(mine, &crcs).unwrap());
     let after = a.stats();
     assert_eq!(after.already_there, before.already_there + 1);
     assert_eq!((after.puts_published, after.puts_aborted), (before.puts_published, before.puts_aborted));

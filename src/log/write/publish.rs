@@ -38,7 +38,7 @@ impl Commit {
         Self { reservation, record, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) }
     }
 
-    fn end(mut self, result: Result<()>) {
+    fn end(mut self, result: Result<bool>) {
         let done = self.over(result.is_ok());
         // The claim on the key ends before the caller is notified, so that a put that the caller
         // begins next does not find this one in flight.
@@ -98,7 +98,7 @@ pub(super) fn give_back(mut reservation: Reservation, done: PutDone) {
     reservation.lane.ctx.counters.already_there.add(1);
     reservation.ended = true;
     drop(reservation);
-    done(Ok(()));
+    done(Ok(false));
 }
 
 /// The header's write has ended.
@@ -121,7 +121,7 @@ fn publish(mut commit: Commit) {
             let counters = &lane.ctx.counters;
             counters.puts_published.add(1);
             counters.data_bytes_written.add(commit.slot_bytes);
-            commit.end(Ok(()));
+            commit.end(Ok(true));
         }
         Err(e) if e.kind() == ErrorKind::NoSpace => {
             if let Ok(mut state) = lane.state() {

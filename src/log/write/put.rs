@@ -115,7 +115,7 @@ impl Put {
     /// `Cancelled` where the key or its tenant was removed meanwhile, the error of the header's
     /// write, `TimedOut` where the put took so long that its segment was sealed without it,
     /// `NoSpace` where the index cannot grow, `Closed` where the cache was closed before. Where
-    /// another process has stored the key meanwhile it gets `Ok`.
+    /// another process has stored the key meanwhile it gets `Ok(false)`.
     pub fn commit(self, layer_crcs: &[u32], done: PutDone) {
         let (buf, header_crc) = match self.header(layer_crcs) {
             Ok(header) => header,

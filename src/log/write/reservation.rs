@@ -9,8 +9,9 @@ use crate::log::base::in_flight::KeyClaim;
 use crate::log::drive::{Lanes, QuotaClaim, shows};
 use crate::log::lane::{HeldSlot, Lane, SlotPlace};
 
-/// Called once, with the result of a put.
-pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
+/// Called once, with the result of a put: whether it is what is stored. `false` where another
+/// process has stored the key meanwhile, and this put keeps nothing.
+pub type PutDone = Box<dyn FnOnce(Result<bool>) + Send>;
 
 /// A put's place and its claim on the key.
 #[derive(Debug)]

@@ -200,7 +200,7 @@ impl StoreInner {
         let complete = self.state.lock().take_complete();
         for (chunk, sink, crcs) in complete {
             let store = Arc::clone(self);
-            let done = move |result: Result<()>| {
+            let done = move |result: Result<bool>| {
                 if let Err(e) = &result {
                     tracing::debug!(chunk, error = %e, "a commit failed");
                 }

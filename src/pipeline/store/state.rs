@@ -487,13 +487,17 @@ impl StoreState {
         complete
     }
 
-    /// A commit is over.
-    pub(super) fn committed(&mut self, chunk: usize, result: Result<(), ShedCause>) {
+    /// A commit is over; `false` where another process was quicker.
+    pub(super) fn committed(&mut self, chunk: usize, result: Result<bool, ShedCause>) {
         if !self.is_living(chunk) {
             return;
         }
         match result {
-            Ok(()) => {
+            Ok(false) => {
+                self.result.already_there += 1;
+                self.over(chunk);
+            }
+            Ok(true) => {
                 if let Some(c) = self.chunks.get(chunk) {
                     if let Some(frame) = c.frame.as_ref().filter(|_| c.framed == c.crcs.len()) {
                         frame.publish(&c.crcs);
@@ -671,7 +675,7 @@ mod tests {
             unreachable!("nothing is written")
         }
 
-        fn commit(&self, _: Vec<u32>, _: Box<dyn FnOnce(crate::error::Result<()>) + Send>) {
+        fn commit(&self, _: Vec<u32>, _: Box<dyn FnOnce(crate::error::Result<bool>) + Send>) {
             unreachable!("nothing is written")
         }
     }

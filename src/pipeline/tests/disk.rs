@@ -49,6 +49,8 @@ struct Inside {
     hanging: Vec<Buf>,
     bad: Vec<(usize, MissCause)>,
     committed: Vec<usize>,
+    /// Another process has stored what is committed.
+    late: bool,
     stop: bool,
 }
 
@@ -127,6 +129,11 @@ impl Disk {
     /// Refuses the next `n` transfers as busy.
     pub(super) fn busy(&self, n: usize) {
         self.inside.lock().busy = n;
+    }
+
+    /// From now on another process has stored a chunk before it is committed.
+    pub(super) fn be_late(&self) {
+        self.inside.lock().late = true;
     }
 
     pub(super) fn let_go(&self) {
@@ -280,17 +287,21 @@ impl ChunkSink for Slot {
         Some(FrameId { key: self.key, sequence: 1 })
     }
 
-    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
+    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<bool>) + Send>) {
         let header = SlotHeader {
             layers: SlotHeader::layer_table(&self.layout, &crcs),
             ..SlotHeader::new(KeyKind::Chain, self.key)
         };
         let (bytes, _) = header.encode(&self.layout).unwrap();
         let mut inside = self.disk.inside.lock();
+        if inside.late {
+            drop(inside);
+            return done(Ok(false));
+        }
         let at = self.layout.header_offset as usize;
         inside.slots[self.slot][at..at + bytes.len()].copy_from_slice(&bytes);
         inside.committed.push(self.slot);
         drop(inside);
-        done(Ok(()));
+        done(Ok(true));
     }
 }

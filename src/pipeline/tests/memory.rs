@@ -91,6 +91,19 @@ fn what_was_stored_or_read_is_loaded_without_a_read() {
 }
 
 #[test]
+fn a_chunk_that_another_process_has_stored_meanwhile_is_not_kept_in_memory() {
+    let (w, tier) = world(3, 4);
+    w.disk.be_late();
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(7));
+    let store = w.store(w.store_spec(&kv, &slots));
+    store.all_layers();
+    let result = store.wait();
+    assert_eq!((result.stored, result.already_there, result.sheds.len()), (0, 2, 0));
+    wait_used(&tier, 0);
+    assert_eq!(tier.stats().filled, 0, "its frame would have another put's sequence");
+}
+
+#[test]
 fn a_load_takes_what_is_in_memory_and_reads_the_rest() {
     for layerwise in [true, false] {
         let (w, tier) = world(2, 3);

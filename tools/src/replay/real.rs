@@ -268,7 +268,7 @@ impl RealCache {
         let answers = answers.clone();
         let zeros = |extent: &Extent| zero_crc(extent.len);
         let crcs: Vec<u32> = put.layout().extents.iter().map(zeros).collect();
-        put.commit(&crcs, Box::new(move |result| drop(answers.send(result.map(|()| tokens)))));
+        put.commit(&crcs, Box::new(move |result| drop(answers.send(result.map(|_| tokens)))));
     }
 
     /// Waits for the answers, until nobody can send one any more.

@@ -61,7 +61,7 @@ pub(super) fn key(n: u64) -> ChunkKey {
 }
 
 /// A chunk whose put has ended: key, parent, depth, and how.
-type Ended = ((ChunkKey, ChunkKey, u32), Result<()>);
+type Ended = ((ChunkKey, ChunkKey, u32), Result<bool>);
 
 /// Stores chunks, a bounded number of them at once. Puts shed because the index is growing are
 /// tried again.
@@ -126,7 +126,7 @@ impl<'a> Filler<'a> {
                 std::thread::sleep(GROWTH);
                 self.start(key, parent, depth)
             }
-            (_, result) => result,
+            (_, result) => result.map(drop),
         }
     }
 
