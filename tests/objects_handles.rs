@@ -17,7 +17,7 @@ use objects_world::held::Hold;
 use objects_world::*;
 
 fn held(dir: &std::path::Path, op: Op, max_pending_keys: usize) -> (ObjectStore, Arc<Hold>) {
-    let hold = Hold::new(move |r| r.op == op && r.len > 65_536);
+    let hold = Hold::new(move |r| r.op == op && (op == Op::Flush || r.len > 65_536));
     let mut options = options(&settings(dir));
     options.drive_factory = Some(hold.drives());
     options.max_pending_keys = max_pending_keys;
@@ -134,6 +134,33 @@ fn close_ends_what_hangs_and_says_so() {
     assert!(!store.is_up() && store.flush().is_err());
     drop(store);
     assert!(get_one(&open(dir.path()), "k", 100_000) == Ok(value("k", 1, 100_000)));
+}
+
+#[test]
+fn a_close_at_its_deadline_begins_no_deletion_that_waits() {
+    let dir = dir();
+    let (store, hold) = held(dir.path(), Op::Flush, 100);
+    let keys: Vec<String> = (0..5).map(|n| format!("k{n}")).collect();
+    assert!(keys.iter().all(|key| put_one(&store, key, 1, 1000).ok));
+    store.flush().unwrap();
+    hold.begin();
+    for key in &keys {
+        store.submit_delete(vec![key.clone().into_bytes()]).unwrap();
+    }
+    until(|| hold.kept() == 1);
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| store.close(Instant::now()));
+        let mut answered = Vec::new();
+        while answered.len() < keys.len() {
+            answered.extend(store.drain_completions());
+        }
+        assert!(answered.iter().all(|done| done.results[0].cause == Some(ObjectCause::Closed)));
+        hold.release();
+        assert_eq!(closing.join().unwrap().unwrap_err().kind(), ErrorKind::TimedOut);
+    });
+    drop(store);
+    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+    assert_eq!(exists(&open(dir.path()), &names), [false, true, true, true, true], "the one under way ended");
 }
 
 #[test]

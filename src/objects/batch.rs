@@ -270,7 +270,12 @@ impl ObjectBatch {
     pub(super) fn refuse(&self, why: String) {
         let mut results = self.results.lock();
         let keys = std::mem::take(&mut results.left);
+        let has_ended = keys < results.each.len();
         drop(results);
+        if has_ended {
+            // A close was quicker.
+            return;
+        }
         let no = KeyResult::no(ObjectCause::Invalid);
         self.counters.ended(self.kind, &no, keys);
         self.end(vec![no; keys], Some(why));

@@ -398,12 +398,14 @@ impl ObjectStore {
     pub fn close(&self, deadline: Instant) -> Result<()> {
         self.check()?;
         self.completions.close();
+        self.core.removal.end_by(deadline);
         let left = self.completions.wait_idle(deadline);
         for batch in &left {
             batch.end_early(ObjectCause::Closed);
         }
-        self.core.removal.stop();
+        // The workers first: what they give up leaves parts to be removed.
         self.core.work.stop();
+        self.core.removal.stop();
         self.core.pins.clear();
         let closed = self.core.opening.close(deadline);
         if left.is_empty() {

@@ -1,9 +1,11 @@
 //! The thread that removes: a removal waits for the drive, which workers must not.
 //!
-//! Invariant: a deletion is answered with yes only after it is durable.
+//! Invariants: a deletion is answered with yes only after it is durable; after the deadline of a
+//! close nothing more is begun, as each removal may take as long as the drive is waited for.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
@@ -26,15 +28,19 @@ enum Message {
 pub(super) struct RemovalThread {
     send: Mutex<Option<Sender<Message>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// When nothing more is begun.
+    until: Arc<OnceLock<Instant>>,
 }
 
 impl RemovalThread {
     pub(super) fn start(opening: Arc<Opening>) -> Result<Self> {
         let (send, receive) = crossbeam_channel::unbounded();
-        let spawned =
-            std::thread::Builder::new().name("fb-object-rm".to_owned()).spawn(move || run(&opening, &receive));
+        let until = Arc::new(OnceLock::new());
+        let end = Arc::clone(&until);
+        let run = move || run(&opening, &receive, &end);
+        let spawned = std::thread::Builder::new().name("fb-object-rm".to_owned()).spawn(run);
         let thread = spawned.map_err(|e| Error::io("cannot start a thread of the object store", e))?;
-        Ok(Self { send: Mutex::new(Some(send)), thread: Mutex::new(Some(thread)) })
+        Ok(Self { send: Mutex::new(Some(send)), thread: Mutex::new(Some(thread)), until })
     }
 
     fn send(&self, message: Message) {
@@ -43,9 +49,12 @@ impl RemovalThread {
             Some(send) => send.send(message).err().map(|e| e.0),
             None => Some(message),
         };
-        if let Some(Message::Delete(names)) = refused {
-            names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
-        }
+        refused.into_iter().for_each(Message::refuse);
+    }
+
+    /// Begins nothing more from `deadline` on; the first call counts.
+    pub(super) fn end_by(&self, deadline: Instant) {
+        drop(self.until.set(deadline));
     }
 
     pub(super) fn delete(&self, names: Vec<(Vec<u8>, Ticket)>) {
@@ -72,8 +81,21 @@ impl RemovalThread {
     }
 }
 
-fn run(opening: &Opening, receive: &Receiver<Message>) {
+impl Message {
+    /// Answers that the store is closed.
+    fn refuse(self) {
+        if let Self::Delete(names) = self {
+            names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+        }
+    }
+}
+
+fn run(opening: &Opening, receive: &Receiver<Message>, until: &OnceLock<Instant>) {
     while let Ok(message) = receive.recv() {
+        if until.get().is_some_and(|until| *until <= Instant::now()) {
+            message.refuse();
+            continue;
+        }
         let open = opening.log();
         let log = open.as_ref();
         match message {
