@@ -16,6 +16,7 @@ use crate::error::{IntoPy, invalid, to_py};
 use crate::ints::ints;
 use crate::load::PyLoad;
 use crate::paged::{Hints, PyPagedKv, paged_kv};
+use crate::pins::Pins;
 use crate::prefetch::PyPrefetch;
 use crate::store::PyStore;
 
@@ -71,6 +72,7 @@ pub(crate) struct PyEngine {
     engine: Option<Arc<Engine>>,
     layout: Option<String>,
     on_host: bool,
+    pins: Pins,
 }
 
 impl PyEngine {
@@ -129,7 +131,7 @@ impl PyEngine {
             Ok((Engine::open(&settings, geometry, device)?, on_host))
         });
         let (engine, on_host) = opened.py()?;
-        Ok(Self { engine: Some(Arc::new(engine)), layout, on_host })
+        Ok(Self { engine: Some(Arc::new(engine)), layout, on_host, pins: Pins::new() })
     }
 
     /// Whether the cache is open: neither disabled nor closed.
@@ -189,7 +191,7 @@ impl PyEngine {
         let tokens = found.0.matched_tokens;
         if pin_ms > 0 {
             // The caller gets a number and cannot hold the leases: kept until they are over.
-            crate::pins::keep(found.0, Duration::from_millis(pin_ms));
+            self.pins.keep(found.0, Duration::from_millis(pin_ms));
         }
         Ok(tokens)
     }
@@ -376,7 +378,11 @@ impl PyEngine {
         let engine = self.get()?;
         let now = Instant::now();
         let deadline = now.checked_add(Duration::from_millis(timeout_ms)).unwrap_or(now);
-        py.detach(|| engine.close(deadline)).py()
+        py.detach(|| {
+            self.pins.clear();
+            engine.close(deadline)
+        })
+        .py()
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -396,6 +402,11 @@ impl PyEngine {
 impl Drop for PyEngine {
     fn drop(&mut self) {
         let engine = self.engine.take();
-        Python::attach(|py| py.detach(|| drop(engine)));
+        Python::attach(|py| {
+            py.detach(|| {
+                self.pins.clear();
+                drop(engine);
+            });
+        });
     }
 }

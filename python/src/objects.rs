@@ -89,19 +89,18 @@ impl PyObjectStore {
     fn run(&self, py: Python<'_>, request: ObjectRequest) -> PyResult<Vec<bool>> {
         let store = self.get_store()?;
         let id = store.begin(request).py()?;
-        let waited = in_slices(py, None, |slice| match store.wait(id, slice) {
+        let wait = |slice| match store.wait(id, slice) {
             Err(e) if e.kind() == ErrorKind::TimedOut => None,
             other => Some(other),
-        });
-        let done = match waited {
+        };
+        let done = match in_slices(py, None, wait) {
             Ok(Some(done)) => done.py()?,
             Ok(None) => return Err(to_py(&Error::new(ErrorKind::Internal, "a wait without an end ended"))),
             Err(interrupted) => {
-                // Cancelled, so that the buffers are the caller's again; the completion is dropped.
-                py.detach(|| {
-                    store.cancel(id);
-                    drop(store.wait(id, Duration::ZERO));
-                });
+                // The buffers are the caller's again when the completion has come: the drive may
+                // still be reading into registered memory. A second signal ends this wait too.
+                py.detach(|| store.cancel(id));
+                drop(in_slices(py, None, wait));
                 return Err(interrupted);
             }
         };

@@ -1,8 +1,8 @@
 //! Results of lookups that the caller cannot hold, kept until their pins are over.
 //!
-//! `lookup(pin_ms=…)` returns a number, so the leases are held here. They are dropped by the first
-//! call after their time is over. That is soon enough: the log does not honour a lease whose time
-//! is over.
+//! `lookup(pin_ms=…)` returns a number, so the engine's object holds the leases. They are dropped
+//! by the first such call after their time is over, and when the engine is closed. That is soon
+//! enough: the log does not honour a lease whose time is over.
 
 use std::time::{Duration, Instant};
 
@@ -12,28 +12,35 @@ use parking_lot::Mutex;
 /// Results that are kept at most; beyond that, the oldest are dropped.
 const MOST: usize = 4096;
 
-static KEPT: Mutex<Vec<(Instant, u32, Lookup)>> = Mutex::new(Vec::new());
+pub(crate) struct Pins {
+    kept: Mutex<Vec<(Instant, Lookup)>>,
+    pid: u32,
+}
 
-/// Keeps `found` for `pin`.
-pub(crate) fn keep(found: Lookup, pin: Duration) {
-    let (now, pid) = (Instant::now(), std::process::id());
-    let mut kept = KEPT.lock();
-    let mut over = Vec::new();
-    kept.retain_mut(|(until, owner, lookup)| {
-        if *owner != pid {
-            // Of the process that this one was forked from: its leases are not to be ended here.
-            std::mem::forget(std::mem::take(lookup));
-            return false;
-        }
-        if *until <= now {
-            over.push(std::mem::take(lookup));
-        }
-        *until > now
-    });
-    if kept.len() >= MOST {
-        over.push(kept.remove(0).2);
+impl Pins {
+    pub(crate) fn new() -> Self {
+        Self { kept: Mutex::default(), pid: std::process::id() }
     }
-    kept.push((now.checked_add(pin).unwrap_or(now), pid, found));
-    drop(kept);
-    drop(over);
+
+    /// Keeps `found` for `pin`.
+    pub(crate) fn keep(&self, found: Lookup, pin: Duration) {
+        let now = Instant::now();
+        let mut kept = self.kept.lock();
+        let mut over: Vec<_> = kept.extract_if(.., |(until, _)| *until <= now).collect();
+        if kept.len() >= MOST {
+            over.push(kept.remove(0));
+        }
+        kept.push((now.checked_add(pin).unwrap_or(now), found));
+        drop(kept);
+        drop(over);
+    }
+
+    /// Drops what is kept.
+    pub(crate) fn clear(&self) {
+        let kept = std::mem::take(&mut *self.kept.lock());
+        if std::process::id() != self.pid {
+            // The leases are those of the process that this one was forked from.
+            std::mem::forget(kept);
+        }
+    }
 }

@@ -27,17 +27,27 @@ fn counts<'py>(py: Python<'py>, of: &PrefetchResult) -> PyResult<Bound<'py, PyDi
 /// A prefetch under way. What it has brought into memory stays there as long as this lives.
 #[pyclass(frozen, name = "Prefetch", module = "forebay")]
 pub(crate) struct PyPrefetch {
-    prefetch: Prefetch,
+    /// Present until it is dropped.
+    prefetch: Option<Prefetch>,
     pid: u32,
 }
 
 impl PyPrefetch {
     pub(crate) fn new(prefetch: Prefetch) -> Self {
-        Self { prefetch, pid: std::process::id() }
+        Self { prefetch: Some(prefetch), pid: std::process::id() }
     }
 
     fn get(&self) -> PyResult<&Prefetch> {
-        if std::process::id() == self.pid { Ok(&self.prefetch) } else { Err(to_py(&forked())) }
+        self.prefetch.as_ref().filter(|_| std::process::id() == self.pid).ok_or_else(|| to_py(&forked()))
+    }
+}
+
+impl Drop for PyPrefetch {
+    fn drop(&mut self) {
+        let prefetch = self.prefetch.take();
+        // Python frees objects with the GIL held, and giving frames back to another process may
+        // wait for that.
+        Python::attach(|py| py.detach(|| drop(prefetch)));
     }
 }
 
@@ -67,13 +77,14 @@ impl PyPrefetch {
         Ok(self.get()?.is_finished())
     }
 
-    /// Stops it, and lets go of what it holds in memory. Waits for nothing.
-    fn cancel(&self) -> PyResult<()> {
-        self.get()?.cancel();
+    /// Stops it, and lets go of what it holds in memory. Does not wait for its reads.
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        let prefetch = self.get()?;
+        py.detach(|| prefetch.cancel());
         Ok(())
     }
 
     fn __repr__(&self) -> String {
-        format!("{:?}", self.prefetch)
+        self.prefetch.as_ref().map_or_else(|| "Prefetch(closed)".to_owned(), |prefetch| format!("{prefetch:?}"))
     }
 }

@@ -296,6 +296,17 @@ def test_figures_and_logs(cache: Path, caplog: pytest.LogCaptureFixture) -> None
     assert any("enable_rdma" in r.message and r.name.startswith("forebay") for r in caplog.records), caplog.records
 
 
+def test_pins_of_lookups_end_with_the_engine(cache: Path) -> None:
+    with forebay.Engine(config(cache), geometry()) as eng:
+        assert eng.store(list(range(64)), kv(), slots(64)).wait().stored == 2
+        assert eng.lookup(list(range(64)), pin_ms=600_000) == 64
+        held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        assert any(str(cache) in file for file in held)
+    held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    mapped = Path("/proc/self/maps").read_text()
+    assert not [file for file in held if str(cache) in file] and str(cache) not in mapped
+
+
 def test_a_prefetch_brings_chunks_into_memory(cache: Path, eng: forebay.Engine) -> None:
     tokens = list(range(64))
     eng.store(tokens, kv(), slots(64)).wait()

@@ -54,7 +54,7 @@ impl RemovalThread {
 
     /// Begins nothing more from `deadline` on; the first call counts.
     pub(super) fn end_by(&self, deadline: Instant) {
-        drop(self.until.set(deadline));
+        let _ = self.until.set(deadline);
     }
 
     pub(super) fn delete(&self, names: Vec<(Vec<u8>, Ticket)>) {
