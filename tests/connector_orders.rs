@@ -34,7 +34,7 @@ fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
 fn pair_with(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize, layerwise: bool) -> Pair {
     let block_tokens = vec![BLOCK as u32; groups];
     let mut o = ConnectorOptions::new(&world.settings, engine.geometry(), (&block_tokens, BLOCKS)).unwrap();
-    o.layerwise = layerwise;
+    (o.layerwise, o.gather_patience_ms) = (layerwise, 20_000);
     if groups > 1 {
         o.windows = vec![None, Some(WINDOW)];
     }

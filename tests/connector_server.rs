@@ -42,7 +42,7 @@ fn run(world: &World, seed: u64, steps: usize, change: impl Fn(&mut ConnectorOpt
 }
 
 fn usual(o: &mut ConnectorOptions) {
-    (o.save_decode_cache, o.load_timeout_ms) = (true, 500);
+    (o.save_decode_cache, o.load_timeout_ms) = (true, 60_000);
 }
 
 /// Runs all seeds, and returns the sums of what they counted. How often one of them preempts
@@ -186,7 +186,7 @@ fn few_held_blocks_give_stores_up_and_lose_no_block() {
 #[test]
 fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
     let mut world = world();
-    (world.settings.load_timeout_ms, world.settings.eviction_policy) = (60_000, EvictionPolicy::Lru);
+    (world.settings.load_timeout_ms, world.settings.eviction_policy) = (600_000, EvictionPolicy::Lru);
     let engine = Arc::new(world.open());
     let (memory, map) = (world.kv().filled(1), slots(4 * CHUNK, 1));
     let promised = prompt(&engine, 4 * CHUNK, 1);

@@ -230,12 +230,12 @@ fn a_callers_stream_that_is_late_holds_up_no_other_load() {
     compute.fill_at(b.memories()[0].as_mut_ptr() as u64, 0xEE, 16);
     let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
     request.stream = Some(Stream(compute.handle()));
-    request.timeout_ms = Some(300);
+    request.timeout_ms = Some(3000);
     let late = engine.load(request).unwrap();
     for layer in 0..late.layers() {
         late.wait_layer_on(layer, Stream(compute.handle())).unwrap();
     }
-    std::thread::sleep(Duration::from_millis(400));
+    std::thread::sleep(Duration::from_millis(3100));
     assert!(!late.is_finished(), "its memory is still to be written");
     assert_eq!(load(&engine, &p, &c, slots(n, 3)).tokens, n, "another load goes on");
     same("beside a late stream", (&a, &slots(n, 1)), (&c, &slots(n, 3)));

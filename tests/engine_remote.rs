@@ -423,13 +423,11 @@ fn no_fault_gives_a_wrong_byte_or_outlasts_its_deadline() {
     ];
     for (fault, cause) in faults {
         let mut b = Machine::new(&server);
-        b.world.settings.remote_timeout_ms = 200;
+        b.world.settings.remote_timeout_ms = if cause == "timed_out" { 200 } else { 20_000 };
         let two = b.open();
         server.spoil(move |method, _| if *method == Method::GET { fault } else { Spoil::No });
         let got = fetch(&two, &p);
-        // What is tried again may end at the time-out instead.
-        let is_cause = got.stopped == Some(cause) || cause == "io" && got.stopped == Some("timed_out");
-        assert!(got.chunks == 0 && is_cause, "{fault:?}: {got:?}");
+        assert_eq!((got.chunks, got.stopped), (0, Some(cause)), "{fault:?}: {got:?}");
         assert_eq!(matched(&two, &p), 0, "{fault:?}");
         server.spoil(|_, _| Spoil::No);
         // A new process asks again; what was taken for damaged is not.
@@ -465,7 +463,14 @@ fn while_the_store_hangs_loads_and_stores_go_on_and_it_is_soon_left_alone() {
     // It comes back by itself, and so does what waited.
     server.spoil(|_, _| Spoil::No);
     assert!(engine.wait_uploaded(later()).unwrap());
-    assert!(!remote(&engine).failing && remote(&engine).uploaded > 0);
+    assert!(!remote(&engine).failing);
+    // Each upload had 50 ms, which is little on a busy machine.
+    drop(engine);
+    a.world.settings.remote_timeout_ms = 20_000;
+    let engine = a.open();
+    let (p, kv) = (prompt(&engine, N, 9), a.world.kv().filled(9));
+    assert_eq!(store(&engine, &p, &kv, slots(N, 1)).stored, 3);
+    assert!(engine.wait_uploaded(later()).unwrap() && remote(&engine).uploaded >= 3);
 }
 
 #[test]
@@ -691,5 +696,13 @@ fn faults_at_random_give_no_wrong_byte_and_no_fetch_outlasts_its_deadline() {
         assert_eq!(a.check(&one, &p, &kv), N, "what is on the drive stays");
     }
     println!("{rounds} rounds, {} requests spoiled, {loaded} tokens loaded elsewhere", spoiled.load(Ordering::SeqCst));
-    assert!(loaded > 0, "nothing ever came through");
+    // How much comes through such faults depends on the machine; without them all does.
+    server.spoil(|_, _| Spoil::No);
+    for machine in [&mut a, &mut b] {
+        machine.world.settings.remote_timeout_ms = 20_000;
+    }
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = a.upload(&one, rounds + 1);
+    assert_eq!(fetch(&two, &p).chunks, 3);
+    assert_eq!(b.check(&two, &p, &kv), N);
 }

@@ -160,7 +160,7 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
         return;
     }
     let workers = env("FOREBAY_CRASH_WORKERS").unwrap_or(2);
-    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(20_000);
+    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(10_000);
     let all = match env("FOREBAY_CRASH_FIRST") {
         Some(first) => run_many(first, images, workers),
         None => {

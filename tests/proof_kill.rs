@@ -78,8 +78,12 @@ fn what_a_lookup_promises_after_a_kill_loads() {
         let role = format!("{stored} {}", dir.path().display());
         let child = Teller::start("what_a_lookup_promises_after_a_kill_loads", &role);
         let mut model = Model::default();
-        let until = Instant::now() + Duration::from_millis(400 + Rng(round).below(500));
-        assert!(child.listen(until, &mut model), "round {round}: the process ended by itself");
+        // So many that the cache is full after some rounds, however slow the drive.
+        let wanted = stored + 80 + Rng(round).below(80) as u32;
+        while model.stored < wanted {
+            let soon = Instant::now() + Duration::from_millis(10);
+            assert!(child.listen(soon, &mut model), "round {round}: the process ended by itself");
+        }
         child.end(&mut model);
         stored = model.stored + 1;
         let log = Log::open(small(dir.path())).unwrap();

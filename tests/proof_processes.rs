@@ -100,7 +100,7 @@ fn obey(log: &Arc<Log>, pinned: &mut Vec<(u32, Chunk)>, order: &str) -> String {
         "lookup" => log.lookup(&(from..to).map(key).collect::<Vec<_>>()).to_string(),
         "remove" => log.remove(&(from..to).map(key).collect::<Vec<_>>()).unwrap().len().to_string(),
         "pin" => {
-            let chunk = |k| log.locate(&key(k), Duration::from_secs(60)).map(|chunk| (k, chunk));
+            let chunk = |k| log.locate(&key(k), Duration::from_secs(3600)).map(|chunk| (k, chunk));
             pinned.extend((from..to).filter_map(chunk));
             pinned.len().to_string()
         }

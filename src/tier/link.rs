@@ -28,7 +28,7 @@ use crate::io::{Buf, EventFd};
 use crate::key::ChunkKey;
 
 /// How long an answer is waited for. Then the owner counts as stopped or gone.
-const PATIENCE: Duration = Duration::from_millis(250);
+const PATIENCE: Duration = Duration::from_secs(1);
 /// The most CRCs that fit in a message.
 const MOST_CRCS: usize = 8192;
 

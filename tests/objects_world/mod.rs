@@ -17,7 +17,7 @@ use forebay::objects::{
     PutOptions,
 };
 
-pub(crate) const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_secs(600);
 
 pub(crate) fn settings(dir: &Path) -> Settings {
     let mut s = Settings::at(dir);

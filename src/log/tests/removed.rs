@@ -163,6 +163,8 @@ fn a_removal_tells_where_another_process_does_not_end_its_eviction() {
     assert!(table.mark(&key(1), sequence, Mark::Leaving).unwrap());
     assert_eq!(log.remove(&[key(1)]).unwrap_err().kind(), ErrorKind::TimedOut);
     table.unmark(&key(1), sequence, Mark::Leaving).unwrap();
+    log.abandon();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
     assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
 }
 

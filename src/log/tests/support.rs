@@ -16,7 +16,7 @@ use crate::key::ChunkKey;
 use crate::log::{Bad, Chunk, Clock, Log, LogOptions, Put, PutOutcome, PutSpec};
 
 pub(super) const CHUNK_TOKENS: u32 = 16;
-pub(super) const PIN: Duration = Duration::from_secs(60);
+pub(super) const PIN: Duration = Duration::from_secs(3600);
 /// Bytes of a slot of [`geometry`]: header and two layers of one page each.
 pub(super) const SLOT_BYTES: u64 = 3 * PAGE_BYTES as u64;
 

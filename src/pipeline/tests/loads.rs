@@ -364,9 +364,10 @@ fn a_load_whose_reads_were_refused_gets_no_more_turns_than_others() {
     let w = World::new(4, 4);
     let (slots, _) = w.stored(2);
     w.disk.pause();
-    w.disk.busy(500);
+    w.disk.busy(usize::MAX);
     let (a, b) = (w.kv(1), w.kv(1));
     let loads = [w.load(&a, &slots[..1]), w.load(&b, &slots[1..])];
+    w.disk.busy(0);
     w.disk.wait_held(4);
     let of_first = w.disk.held().iter().filter(|seen| seen.slot == slots[0].slot).count();
     assert_eq!(of_first, 2, "all staging is in use, half of it for each");
