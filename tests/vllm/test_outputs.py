@@ -43,7 +43,6 @@ def test_a_cache_salt_shares_with_nobody_else(plain: list[list[int]], filled: Fi
     assert all(cached >= WHOLE for cached in filled.run.cached(5))
 
 
-@pytest.mark.ci
 def test_stored_when_requests_have_ended(model: str, plain: list[list[int]], tmp_path: Path) -> None:
     cache = settings(tmp_path / "cache", store_when="finished", max_held_blocks=1000)
     # In pieces; the engine in a process of its own takes a last step for requests that have ended, which stores the last one.

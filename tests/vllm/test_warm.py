@@ -48,6 +48,6 @@ def test_a_launched_and_a_running_server_warm_for_others(model: str, tmp_path: P
         assert (second["done"], second["prompt_tokens"]) == (4, first["prompt_tokens"] + len(later))
         assert second["cached_tokens"] == 3 * CHUNK, "one whole chunk of each that was warmed before"
         assert running.metric(LOADED) == 3 * CHUNK
-    cache = {"cache_dir": str(tmp_path / "cache")}
-    run = generate(tmp_path, {"prompts": [ids]}, {"prompts": [later]}, model=model, cache=cache)
-    assert (run.loaded_in(0), run.loaded_in(1)) == (CHUNK, CHUNK)
+    listed = [sys.executable, "-m", "forebay", "ls", str(tmp_path / "cache"), "--json"]
+    rows = json.loads(subprocess.run(listed, check=True, capture_output=True, text=True).stdout)
+    assert [row["tokens"] for row in rows] == [CHUNK] * 4, "and one of the prompt that came later"
