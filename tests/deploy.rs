@@ -219,6 +219,9 @@ fn the_examples_of_containers_mount_the_drive_that_their_settings_name() {
     let server = &pod["containers"][0];
     let settings = of_vllm("vllm.yaml", transfer_config(&server["args"]));
     assert!(is_mounted(&server["volumeMounts"], "mountPath", &settings.drives[0].path));
+    let probe = pod["initContainers"][0]["command"][2].as_str().unwrap();
+    assert!(probe.ends_with(&format!("forebay probe {}", settings.drives[0].path.display())));
+    assert_eq!(pod["enableServiceLinks"], false, "VLLM_PORT would be the Service's URL");
     for container in [server, &pod["initContainers"][0]] {
         assert_eq!(container["securityContext"]["seccompProfile"]["type"], "Unconfined");
         assert_eq!(container["securityContext"]["capabilities"]["add"][0], "IPC_LOCK");

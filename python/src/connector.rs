@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use forebay::connector::{
     AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, KvEvents, NewRequest, PrefixLookup,
-    RanksLookup, RequestChunk, Scheduler, StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
+    RanksLookup, RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker, WorkerMeta,
+    WorkerStats, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -100,6 +101,14 @@ pub(crate) fn chunk_tokens(
     windows: Vec<Option<u32>>,
 ) -> PyResult<u32> {
     Ok(windowed_chunk_tokens(convert::settings(config)?.chunk_size, &block_tokens, &windows))
+}
+
+/// Names of all that the connector counts, as vLLM's page has them.
+#[pyfunction]
+pub(crate) fn counter_names() -> Vec<String> {
+    let of_worker = WorkerStats::default().counters().map(|(name, _)| name.to_owned());
+    let of_scheduler = SchedulerStats::default().counters().map(|(name, _)| format!("scheduler_{name}"));
+    of_worker.into_iter().chain(of_scheduler).collect()
 }
 
 /// Block ids of one request, a list per KV cache group.

@@ -5,7 +5,7 @@ libraries can be linked. Those are several GB that a CPU never calls, so every o
 initialisers run at import, is replaced by a stub whose functions return an error.
 
 The environment lies in FOREBAY_VLLM_ENV, or in the user's cache directory under a digest of the pins; a finished one is used
-again, also by several checkouts at once. Usage: environment.py [WHEEL]: with a wheel, a small environment is made over it in target/
+again, also by several checkouts at once, and made anew where the pins have changed. Usage: environment.py [WHEEL]: with a wheel, a small environment is made over it in target/
 of this checkout, which has that build of forebay.
 """
 
@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,14 +34,19 @@ UNVERSIONED = {"libcusparseLt.so.0": "cusparseLt", "libnccl.so.2": r"p?nccl[A-Z]
 KEPT = re.compile(r"libcudart\.|libcuda\.")
 
 
+def digest() -> str:
+    """What an environment depends on, in short."""
+    seed = PINS.read_bytes() + Path(__file__).read_bytes() + sys.version.encode()
+    return hashlib.sha256(seed).hexdigest()[:16]
+
+
 def place() -> Path:
     """Where the environment lies."""
     named = os.environ.get("FOREBAY_VLLM_ENV")
     if named:
         return Path(named)
-    seed = PINS.read_bytes() + Path(__file__).read_bytes() + sys.version.encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return cache / "forebay" / f"vllm-{hashlib.sha256(seed).hexdigest()[:16]}"
+    return cache / "forebay" / f"vllm-{digest()}"
 
 
 def output(*command: str | Path) -> str:
@@ -124,18 +130,24 @@ def install(python: Path) -> None:
 
 def make(env: Path) -> Path:
     """The environment's Python; made first where there is none."""
-    python, done = env / "bin" / "python", env / "forebay-ready"
+    python, ours, done = env / "bin" / "python", env / "forebay-environment", env / "forebay-ready"
     env.parent.mkdir(parents=True, exist_ok=True)
     with env.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
+        if not done.exists() or done.read_text() != digest():
             began = time.monotonic()
             print(f"making {env}", file=sys.stderr, flush=True)
-            output(sys.executable, "-m", "venv", "--clear", env)
+            if ours.exists():
+                shutil.rmtree(env)
+            elif env.exists() and any(env.iterdir()):
+                sys.exit(f"{env} has files of somebody else's in it: name an empty directory in FOREBAY_VLLM_ENV")
+            env.mkdir(exist_ok=True)
+            ours.touch()
+            output(sys.executable, "-m", "venv", env)
             install(python)
             stubs(purelib(python))
             output(python, "-c", "import torch; assert not torch.cuda.is_available()")
-            done.touch()
+            done.write_text(digest())
             print(f"made in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return python
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LOADED, PATIENCE_S, environment, generate, prompts
+from conftest import LOADED, PATIENCE_S, environment, prompts
 from test_server import server
 
 #: Tokens of a chunk where nobody says otherwise, and options of a server whose KV the tests' other processes find.

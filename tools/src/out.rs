@@ -2,6 +2,7 @@
 //! exit codes.
 
 use std::io::Write as _;
+use std::path::Path;
 
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
@@ -60,6 +61,11 @@ pub(crate) fn to_json<T: Serialize>(value: &T) -> Result<String> {
         .map_err(|e| Error::new(ErrorKind::Internal, "cannot render JSON").source(e))?;
     text.push('\n');
     Ok(text)
+}
+
+/// A path in JSON, which has no other bytes than UTF-8's.
+pub(crate) fn lossy<S: serde::Serializer>(path: &Path, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
 }
 
 /// Prints `value` as JSON.

@@ -7,7 +7,7 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
 use clap::Args;
-use forebay::log::fsck::{LaneDir, lanes, live};
+use forebay::log::fsck::{LaneDir, RawLane, lanes, live};
 use forebay::log::purge::{Purged, What, purge};
 use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use forebay::{Error, ErrorKind, Result};
@@ -186,11 +186,14 @@ fn remove(
 /// read belong to them as well.
 fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> Result<Vec<Target>> {
     let (found, _) = shards(&args.directory)?;
-    let model_of = |files: &LaneDir| {
-        let same = |f: &LaneDir| (&f.namespace, &f.shard) == (&files.namespace, &files.shard);
-        let raw = found.iter().find(|(its, _)| its.first().is_some_and(same)).and_then(|(_, raw)| raw.first());
-        raw.map(|lane| lane.superblock.model.clone())
+    // The readable lanes of a shard.
+    let of_shard = |namespace: &str, shard: &str| {
+        let same = |f: &LaneDir| (f.namespace.as_str(), f.shard.as_str()) == (namespace, shard);
+        let its = found.iter().find(|(files, _)| files.first().is_some_and(same));
+        its.map(|(_, raw)| raw.as_slice()).unwrap_or_default()
     };
+    let model_of =
+        |files: &LaneDir| of_shard(&files.namespace, &files.shard).first().map(|l| l.superblock.model.clone());
     let mut targets: Vec<Target> = Vec::new();
     for files in lanes(&args.directory)? {
         let LaneDir { namespace, shard, .. } = &files;
@@ -208,16 +211,14 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         }
         let (namespace, shard) = (namespace.clone(), shard.clone());
         let mut target = Target { namespace, shard, model: "unknown".into(), lanes: 1, in_use, chunks: 0, bytes: 0 };
-        for (files, raw) in &found {
-            if files.first().is_none_or(|f| (&f.namespace, &f.shard) != (&target.namespace, &target.shard)) {
-                continue;
-            }
-            target.model = raw.first().map(|l| l.superblock.model.clone()).unwrap_or_default();
-            let goes = |t: u64| what == What::All || what == What::Tenant(t);
-            for (_, record) in live(raw, now_s()).iter().filter(|(_, r)| goes(r.tenant)) {
-                target.chunks += 1;
-                target.bytes += record.length;
-            }
+        if let Some(model) = model_of(&files) {
+            target.model = model;
+        }
+        let raw = of_shard(&target.namespace, &target.shard);
+        let goes = |t: u64| what == What::All || what == What::Tenant(t);
+        for (_, record) in live(raw, now_s()).iter().filter(|(_, r)| goes(r.tenant)) {
+            target.chunks += 1;
+            target.bytes += record.length;
         }
         targets.push(target);
     }
@@ -239,9 +240,14 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
             .at(&args.directory)
             .advice("see `forebay ls DIR --namespaces`"));
     }
-    // A tenant's last stores may not be in the index of a server yet; what it has in the remote
-    // store is not counted.
-    targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0 || remote.is_some());
+    // A tenant's last stores may not be in the index of a server yet; what a damaged index had is
+    // not known, and `fsck rebuild` may bring it back; what the tenant has in the remote store is
+    // not counted.
+    let is_known = |t: &Target| {
+        let is_whole = |lane: &&RawLane| lane.damage.is_empty();
+        of_shard(&t.namespace, &t.shard).iter().filter(is_whole).count() == t.lanes
+    };
+    targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0 || remote.is_some() || !is_known(t));
     Ok(targets)
 }
 

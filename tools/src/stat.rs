@@ -91,7 +91,7 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     }
     let namespaces: Vec<Value> =
         namespaces.into_iter().map(|(name, shards)| json!({"namespace": name, "shards": shards})).collect();
-    Ok(json!({"directory": directory, "drive_id": budget.as_ref().map(|b| hex(&b.drive)),
+    Ok(json!({"directory": directory.display().to_string(), "drive_id": budget.as_ref().map(|b| hex(&b.drive)),
         "draining": budget.as_ref().map(|b| b.draining), "budget_damage": budget_damage, "disk_bytes": disk_bytes,
         "reserved_bytes": reserved, "tables_bytes": disk_bytes.saturating_sub(of_lanes),
         "capacity_bytes": args.capacity, "capacity_left_bytes": args.capacity.map(|c| c.saturating_sub(disk_bytes)),

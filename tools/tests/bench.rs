@@ -110,6 +110,47 @@ fn files_are_laid_out_in_full_and_used_again() {
 }
 
 #[test]
+fn what_a_write_that_ended_early_left_is_not_taken_for_laid_out() {
+    let dir = folder();
+    let path = dir.path().join("early.0.0");
+    let file = std::fs::File::create(&path).unwrap();
+    file.set_len(1 << 20).unwrap();
+    std::process::Command::new("fallocate").args(["-l", "1M"]).arg(&path).status().unwrap();
+    bench(dir.path(), "--rw read --bs 4k --size 1m --name early").expect(0);
+    let empty = std::fs::read(&path).unwrap().chunks(4096).filter(|p| p.iter().all(|b| *b == 0)).count();
+    assert_eq!(empty, 0, "reads of reserved space measure nothing");
+}
+
+#[test]
+fn options_of_the_other_kind_of_job_are_refused() {
+    let dir = folder();
+    for (arguments, named) in [
+        ("--rw write --size 1m --verify", "verify is for the engine's modes"),
+        ("--rw read --size 1m --model llama-3.1-8b", "for the engine's modes"),
+        ("--rw load --size 1m --direct=0", "direct=0 is for plain files"),
+        ("--rw store --size 1m --end_fsync", "end_fsync is for plain files"),
+        ("--rw layerload --size 1m --numjobs 2", "numjobs is for plain files, load and store"),
+    ] {
+        let run = bench(dir.path(), arguments).expect(2);
+        assert!(run.stderr.contains(named), "{arguments}: {}", run.stderr);
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn what_was_measured_before_an_error_is_printed() {
+    let dir = folder();
+    let text = "[one]\nrw=write\nsize=1m\n[two]\nstonewall\nrw=read\nfilename=missing\n";
+    std::fs::write(dir.path().join("job.fio"), text).unwrap();
+    let run = bench(dir.path(), "job.fio").expect(2);
+    assert!(run.stdout.contains("one: ") && run.stderr.contains("no size"), "{}\n{}", run.stdout, run.stderr);
+    for place in ["--output=none/r.json", "--html=none/r.html", "--write_bw_log=none/r"] {
+        let run = bench(dir.path(), &format!("--rw write --size 1m --name late {place}")).expect(1);
+        assert!(run.stderr.contains("none") && !dir.path().join("late.0.0").exists(), "{}", run.stderr);
+    }
+}
+
+#[test]
 fn every_raw_mode_moves_its_size_on_every_engine() {
     let dir = folder();
     for engine in ["auto", "threads", "psync"] {

@@ -186,6 +186,26 @@ fn purge_asks_tells_and_removes_beside_a_server() {
 }
 
 #[test]
+fn purge_of_a_tenant_holds_for_what_a_damaged_index_had() {
+    for whole in [false, true] {
+        let dir = folder();
+        let log = filled(dir.path());
+        log.close(std::time::Instant::now() + Duration::from_secs(20)).unwrap();
+        drop(log);
+        let index = File::options().write(true).open(lane(dir.path()).join("index.kv")).unwrap();
+        // The superblocks, or only what comes after them: journal and regions.
+        let from = if whole { 0 } else { 8192 };
+        let length = index.metadata().unwrap().len();
+        (from..length).step_by(4096).for_each(|at| index.write_all_at(&[0x5a; 4096], at).unwrap());
+        let done = forebay(dir.path(), &["purge", ".", "--tenant", "acme", "--yes"]);
+        assert_eq!(done.expect(if whole { 3 } else { 0 }).stdout.matches(": removed").count(), 1);
+        forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
+        let even: Vec<u32> = (0..20).step_by(2).collect();
+        assert_eq!(stored(&open(dir.path())), even, "whole: {whole}");
+    }
+}
+
+#[test]
 fn purge_deletes_in_the_remote_store_too_where_it_is_named() {
     let dir = folder();
     let log = filled(dir.path());

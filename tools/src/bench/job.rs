@@ -6,7 +6,7 @@ use std::time::Duration;
 use forebay::geometry::PRESETS;
 use forebay::{Error, ErrorKind, Result};
 
-use super::options::{Coding, IoEngine, JobOptions, Layout, Rw};
+use super::options::{Coding, IoEngine, JobOptions, KvOptions, Layout, Rw};
 use crate::report::logs::LogNames;
 
 const HOST: &str = "host";
@@ -99,16 +99,45 @@ fn invalid(name: &str, why: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("job {name:?}: {why}"))
 }
 
+/// An option that has no effect in this mode, in words.
+fn misplaced(rw: Rw, options: &JobOptions) -> Option<String> {
+    let only = |name: &str, of: &str| Some(format!("{name} is for {of}, and rw={} is none of them", rw.word()));
+    if rw.is_raw() {
+        let (of_engine, of) = (&options.kv, "the engine's modes");
+        return match of_engine {
+            KvOptions { verify: Some(true), .. } => only("verify", of),
+            given if *given != KvOptions::default() => {
+                only("what is said of the engine (model, tokens, capacity …)", of)
+            }
+            _ => None,
+        };
+    }
+    match options {
+        JobOptions { direct: Some(false), .. } => only("direct=0", "plain files"),
+        JobOptions { end_fsync: Some(true), .. } => only("end_fsync", "plain files"),
+        JobOptions { unlink: Some(true), .. } => only("unlink", "plain files"),
+        JobOptions { rwmixread: Some(_), .. } => only("rwmixread", "plain files"),
+        JobOptions { filename: Some(_), .. } => only("filename", "plain files"),
+        JobOptions { numjobs: Some(2..), .. } if !matches!(rw, Rw::Load | Rw::Store) => {
+            only("numjobs", "plain files, load and store")
+        }
+        _ => None,
+    }
+}
+
 impl Job {
     /// Fills in defaults and checks; `default_name` is the section's name or `forebay`.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] naming the job and the option.
     pub(crate) fn new(options: JobOptions, default_name: &str) -> Result<Self> {
-        let name = options.name.unwrap_or_else(|| default_name.to_owned());
+        let name = options.name.clone().unwrap_or_else(|| default_name.to_owned());
         let rw = options.rw.ok_or_else(|| {
             invalid(&name, "no workload").advice("add --rw read|write|randread|randwrite|rw|randrw or an engine mode")
         })?;
+        if let Some(why) = misplaced(rw, &options) {
+            return Err(invalid(&name, why).advice("leave it out: it would change nothing"));
+        }
         let kv = options.kv;
         let log = |prefix: Option<String>| prefix.map(|p| if p.is_empty() { name.clone() } else { p });
         let (bw, iops, lat) = (options.write_bw_log, options.write_iops_log, options.write_lat_log);

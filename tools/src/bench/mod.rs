@@ -84,21 +84,30 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     }
     let json = context.json || args.output_format != OutputFormat::Normal;
     let context = Context { json, ..*context };
+    // What cannot be written is known before hours of measuring.
+    [&args.output, &args.html].into_iter().flatten().try_for_each(|path| check_file(path))?;
+    jobs.iter().try_for_each(|job| job.logs.check())?;
     let mut results: Vec<JobResult> = Vec::with_capacity(jobs.len());
+    // The figures of the other jobs are printed all the same.
+    let mut failed = None;
     for (group, members) in groups(jobs).into_iter().enumerate() {
-        for result in run_group(&members, &context)? {
+        let ended = run_group(&members, &context).unwrap_or_else(|e| vec![Err(e)]);
+        for result in ended {
             match result {
                 Ok(mut result) => {
                     result.group = group;
                     results.push(result.complete());
                 }
                 Err(e) if stop::is_end(&e) => {}
-                Err(e) => return Err(e),
+                Err(e) => failed = failed.or(Some(e)),
             }
         }
-        if stop::asked() {
+        if failed.is_some() || stop::asked() {
             break;
         }
+    }
+    if let Some(e) = failed.take_if(|_| results.is_empty()) {
+        return Err(e);
     }
     if let Some(signal) = stop::signal().filter(|_| results.is_empty()) {
         eprintln!("forebay: interrupted before anything was measured");
@@ -109,13 +118,17 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     } else {
         report::normal::document(&results)
     };
-    report::logs::write(&results)?;
     match &args.output {
         Some(path) => write_file(path, &text)?,
         None => out::print(&text)?,
     }
+    report::logs::write(&results)?;
     if let Some(path) = &args.html {
         write_file(path, &report::html::document(&results, &head(&place, &results))?)?;
+    }
+    if let Some(e) = failed {
+        eprintln!("forebay: the figures are of what ran before a job failed");
+        return Err(e);
     }
     if let Some(signal) = stop::signal() {
         eprintln!("forebay: interrupted: the figures are of what ran until then");
@@ -140,8 +153,14 @@ fn head(place: &Path, results: &[JobResult]) -> Head {
     let mut facts = vec![("date", date), ("forebay", env!("CARGO_PKG_VERSION").to_owned())];
     facts.extend(crate::probe::facts(place));
     facts.push(("moved", format!("{} by {} jobs", crate::size::show_bytes(moved as f64), results.len())));
-    let words: Vec<String> = std::env::args().map(|word| crate::fsck::quoted(Path::new(&word))).collect();
+    let words: Vec<String> = std::env::args_os().map(|word| crate::fsck::quoted(Path::new(&word))).collect();
     Head { facts, command: words.join(" ") }
+}
+
+/// Whether a file of results can be written; it is there afterwards.
+pub(crate) fn check_file(path: &Path) -> Result<()> {
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    opened.map(drop).map_err(|e| Error::io("the results could not be written", e).at(path))
 }
 
 fn write_file(path: &Path, text: &str) -> Result<()> {

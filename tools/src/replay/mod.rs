@@ -238,36 +238,45 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
     let next = chunks::next_uses(&requests);
     let runs = runs(args, remote);
+    runs.iter().try_for_each(|run| check(args, *run))?;
     // A real log's files are removed, however this ends.
     stop::listen()?;
     let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
     let mut results = Vec::with_capacity(runs.len());
-    for run in runs {
-        let mut cache = open_cache(args, run, (bytes_per_token, &next))?;
-        let mut found = 0;
-        let mut filling = None;
-        for request in &requests {
-            if let Some(signal) = stop::signal() {
-                bar.finish_and_clear();
-                return Ok(Outcome::Interrupted(signal));
+    let mut replay_all = || -> Result<Outcome> {
+        for &run in &runs {
+            let mut cache = open_cache(args, run, (bytes_per_token, &next))?;
+            let mut found = 0;
+            let mut filling = None;
+            for request in &requests {
+                if let Some(signal) = stop::signal() {
+                    return Ok(Outcome::Interrupted(signal));
+                }
+                found += cache.request(request)?;
+                let is_full = |t: &Totals| t.admitted_tokens >= run.capacity / 10 * FULL_TENTHS;
+                filling = filling.or_else(|| Some(cache.totals()).filter(is_full));
+                bar.inc(1);
             }
-            found += cache.request(request)?;
-            let is_full = |t: &Totals| t.admitted_tokens >= run.capacity / 10 * FULL_TENTHS;
-            filling = filling.or_else(|| Some(cache.totals()).filter(is_full));
-            bar.inc(1);
+            results.push(summarise(args, run, (found, asked), (cache.totals(), filling, bytes_per_token)));
         }
-        results.push(summarise(args, run, (found, asked), (cache.totals(), filling, bytes_per_token)));
-    }
+        Ok(Outcome::Done)
+    };
+    let outcome = replay_all();
     bar.finish_and_clear();
-    if let Some(path) = &args.chart {
+    if !matches!(outcome, Ok(Outcome::Done)) && !results.is_empty() {
+        eprintln!("forebay: {} of {} replays ended; these are their figures", results.len(), runs.len());
+    }
+    if matches!(outcome, Ok(Outcome::Done)) || !results.is_empty() {
+        if context.json {
+            out::print_json(&results)?;
+        } else {
+            out::print(&table(&results))?;
+        }
+    }
+    if let Some(path) = args.chart.as_ref().filter(|_| matches!(outcome, Ok(Outcome::Done))) {
         chart::draw(path, &results)?;
     }
-    if context.json {
-        out::print_json(&results)?;
-    } else {
-        out::print(&table(&results))?;
-    }
-    Ok(Outcome::Done)
+    outcome
 }
 
 /// One replay of the trace.
@@ -303,14 +312,9 @@ fn runs(args: &ReplayArgs, remote: u64) -> Vec<Run> {
     runs
 }
 
-/// The cache to replay against.
-fn open_cache(
-    args: &ReplayArgs,
-    run: Run,
-    (bytes_per_token, next): (u64, &chunks::NextUses),
-) -> Result<Box<dyn ReplayCache>> {
-    let Run { policy, capacity, ranks, offer, .. } = run;
-    let admission = run.admission.policy(args.admission_loss);
+/// Refuses what no cache can do, before any replay begins.
+fn check(args: &ReplayArgs, run: Run) -> Result<()> {
+    let Run { ranks, offer, .. } = run;
     let single = args.engine == ReplayEngine::Sim && args.segment_tokens == 0;
     let real = args.engine == ReplayEngine::Real && ranks == 1 && args.behind == 0 && args.restart_every.is_none();
     if args.memory_tokens > 0 && !single && !real || offer == chunks::Offer::Evicted && !single {
@@ -333,15 +337,28 @@ fn open_cache(
         return Err(Error::new(ErrorKind::InvalidInput, "only one real log by itself is closed and opened anew")
             .advice("use --engine real with --restart-every, without --ranks and --behind"));
     }
-    match (args.engine, one) {
-        (ReplayEngine::Sim, true) if args.segment_tokens == 0 => {
+    if args.engine == ReplayEngine::Sim && !one {
+        return Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
+            .advice("use --engine real with --ranks and --behind"));
+    }
+    Ok(())
+}
+
+/// The cache to replay against.
+fn open_cache(
+    args: &ReplayArgs,
+    run: Run,
+    (bytes_per_token, next): (u64, &chunks::NextUses),
+) -> Result<Box<dyn ReplayCache>> {
+    let Run { policy, capacity, ranks, offer, .. } = run;
+    let admission = run.admission.policy(args.admission_loss);
+    match (args.engine, ranks == 1 && args.behind == 0) {
+        (ReplayEngine::Sim, _) if args.segment_tokens == 0 => {
             let others =
                 chunks::OtherTiers { memory_tokens: args.memory_tokens, remote_tokens: run.remote, offer, admission };
             Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next, others)?))
         }
-        (ReplayEngine::Sim, true) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens)?)),
-        (ReplayEngine::Sim, _) => Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
-            .advice("use --engine real with --ranks and --behind")),
+        (ReplayEngine::Sim, _) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens)?)),
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
             let cache = real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?;

@@ -76,8 +76,6 @@ pub(crate) struct Block {
     pub(crate) depth: u32,
     /// Prefix hash of the block before it; anything for the first.
     pub(crate) parent: u64,
-    /// Times it was found since it was stored.
-    pub(crate) hits: u32,
 }
 
 /// The decision what to give up.
@@ -89,11 +87,9 @@ pub(crate) trait Policy {
     /// Takes the segment to reclaim next out of the policy. `open` is the segment that blocks are
     /// appended to: it is reclaimed only where there is no other.
     fn victim(&mut self, open: Option<u64>) -> Option<u64>;
-    /// Whether `block` of a reclaimed segment is to be written again.
-    fn keep(&mut self, block: &Block) -> bool;
 }
 
-/// Segments in the order of their opening (fifo) or their last touch (lru); nothing is kept.
+/// Segments in the order of their opening (fifo) or their last touch (lru).
 #[derive(Debug)]
 struct Ordered {
     by_use: bool,
@@ -133,9 +129,5 @@ impl Policy for Ordered {
         self.order.remove(&at);
         self.place.remove(&segment);
         Some(segment)
-    }
-
-    fn keep(&mut self, _: &Block) -> bool {
-        false
     }
 }

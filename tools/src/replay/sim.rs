@@ -83,8 +83,7 @@ impl SimCache {
         segment
     }
 
-    /// Reclaims one segment. What the policy keeps is written again, up to half of the segment, so
-    /// that this needs no other reclaim.
+    /// Reclaims one segment.
     fn reclaim(&mut self) {
         let Some(victim) = self.policy.victim(self.open) else { return };
         if self.open == Some(victim) {
@@ -92,13 +91,8 @@ impl SimCache {
         }
         let Some(segment) = self.segments.remove(&victim) else { return };
         self.held_tokens -= segment.tokens;
-        let gone: Vec<Block> = segment.blocks.iter().filter_map(|id| self.blocks.remove(id)).map(|(_, b)| b).collect();
-        let mut budget = segment.tokens / 2;
-        for block in gone {
-            if block.tokens <= budget && self.policy.keep(&block) {
-                budget -= block.tokens;
-                self.append(block);
-            }
+        for id in &segment.blocks {
+            self.blocks.remove(id);
         }
     }
 }
@@ -108,8 +102,7 @@ impl ReplayCache for SimCache {
         let mut found_tokens = 0;
         let mut found = Vec::new();
         for (id, tokens) in request.blocks() {
-            let Some((segment, block)) = self.blocks.get_mut(&id) else { break };
-            block.hits += 1;
+            let Some((segment, block)) = self.blocks.get(&id) else { break };
             found_tokens += tokens;
             found.push((*segment, *block));
         }

@@ -48,7 +48,6 @@ impl Request {
             tokens,
             depth: depth as u32,
             parent: std::mem::replace(&mut parent, id),
-            hits: 0,
         };
         self.blocks().enumerate().map(block).collect()
     }

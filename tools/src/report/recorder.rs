@@ -37,6 +37,11 @@ pub(crate) struct Recorder {
     over_time: Vec<Moment>,
 }
 
+/// The place of an interval among the samples.
+fn at_most(interval: u128) -> usize {
+    usize::try_from(interval).unwrap_or(usize::MAX).min(MAX_SAMPLES - 1)
+}
+
 fn histogram() -> Option<Histogram<u64>> {
     // Three significant digits over an hour; fails only on nonsensical bounds.
     Histogram::new_with_bounds(1, MAX_NS, 3).ok()
@@ -69,14 +74,25 @@ impl Recorder {
         record(&mut self.lat, sample.slat + sample.clat);
         self.io_bytes += sample.bytes;
         self.total_ios += 1;
-        if let Some(index) = sample.at.as_nanos().checked_div(self.interval.as_nanos()) {
-            let index = usize::try_from(index).unwrap_or(usize::MAX).min(MAX_SAMPLES - 1);
-            if self.over_time.len() <= index {
-                self.over_time.resize(index + 1, Moment::default());
-            }
-            if let Some(moment) = self.over_time.get_mut(index) {
-                moment.add(&Moment { bytes: sample.bytes, ios: 1, slat: sample.slat, clat: sample.clat });
-            }
+        let interval = self.interval.as_nanos();
+        let Some(last) = sample.at.as_nanos().checked_div(interval).map(at_most) else { return };
+        if self.over_time.len() <= last {
+            self.over_time.resize(last + 1, Moment::default());
+        }
+        // It ends here; its bytes moved all the time since it began.
+        let took = sample.slat + sample.clat;
+        let begun = sample.at.saturating_sub(took).as_nanos();
+        let first = begun.checked_div(interval).map_or(last, at_most);
+        let mut left = sample.bytes;
+        for (at, moment) in (first..).zip(self.over_time.get_mut(first..last).unwrap_or_default()) {
+            let within = ((at as u128 + 1) * interval).saturating_sub(begun.max(at as u128 * interval));
+            let share = u128::from(sample.bytes) * within / took.as_nanos().max(1);
+            let share = u64::try_from(share).unwrap_or(u64::MAX).min(left);
+            moment.bytes += share;
+            left -= share;
+        }
+        if let Some(moment) = self.over_time.get_mut(last) {
+            moment.add(&Moment { bytes: left, ios: 1, slat: sample.slat, clat: sample.clat });
         }
     }
 
@@ -142,6 +158,17 @@ mod tests {
         assert_eq!(clat.samples, 2);
         assert!((clat.mean - 200_000.0).abs() < 500.0, "{clat:?}");
         assert!(a.lat.percentile(99.0) > a.clat.percentile(99.0));
+    }
+
+    #[test]
+    fn bytes_of_a_long_operation_lie_in_all_the_time_that_it_took() {
+        let mut long = Recorder::new(Duration::from_millis(100));
+        long.record(Sample { slat: Duration::ZERO, ..sample(1000, 250_000, 320) });
+        let long = long.result(Duration::from_millis(320));
+        assert_eq!(
+            long.over_time.iter().map(|m| (m.bytes, m.ios)).collect::<Vec<_>>(),
+            [(120, 0), (400, 0), (400, 0), (80, 1)]
+        );
     }
 
     #[test]

@@ -120,6 +120,7 @@ fn parse_jobs(text: &str) -> std::result::Result<usize, String> {
 /// What became of one dump.
 #[derive(Clone, Debug, Serialize)]
 struct DumpReport {
+    #[serde(serialize_with = "out::lossy")]
     path: PathBuf,
     #[serde(skip_serializing_if = "Option::is_none")]
     form: Option<&'static str>,

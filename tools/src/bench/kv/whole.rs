@@ -1,7 +1,7 @@
 //! Loads and stores of whole prompts, several at once.
 //!
-//! A worker's time is that of its loads or stores; filling and checking memory between them is not
-//! counted. Without `--verify` and `--keep` stores take their bytes from memory that was filled
+//! The time of a job is that in which some worker loads or stores; filling and checking memory
+//! between them is not counted. Without `--verify` and `--keep` stores take their bytes from memory that was filled
 //! once. A job of stores that runs for a time goes on with prompts beyond its own: other keys, so
 //! that every store writes, and the cache evicts where it is full.
 
@@ -26,7 +26,11 @@ use crate::stop;
 /// What the workers found.
 struct Totals {
     recorder: Recorder,
+    /// Time in which some worker was loading or storing.
     busy: Duration,
+    /// Workers that are, and since when some are.
+    active: usize,
+    since: Instant,
     firsts: Vec<Duration>,
     load_ms: Vec<f64>,
     hits: u64,
@@ -40,6 +44,8 @@ impl Totals {
         Mutex::new(Self {
             recorder: Recorder::new(SAMPLE_INTERVAL),
             busy: Duration::ZERO,
+            active: 0,
+            since: Instant::now(),
             firsts: Vec::new(),
             load_ms: Vec::new(),
             hits: 0,
@@ -47,6 +53,25 @@ impl Totals {
             corrupt: 0,
             wrong: 0,
         })
+    }
+
+    /// A worker begins to load or to store.
+    fn begin(totals: &Mutex<Self>) {
+        let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
+        if t.active == 0 {
+            t.since = Instant::now();
+        }
+        t.active += 1;
+    }
+
+    /// It has ended.
+    fn end(totals: &Mutex<Self>) {
+        let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
+        t.active -= 1;
+        if t.active == 0 {
+            let some = t.since.elapsed();
+            t.busy += some;
+        }
     }
 }
 
@@ -164,7 +189,6 @@ fn load_share(
     kv: &Kv,
     (totals, bar): (&Mutex<Totals>, &ProgressBar),
 ) -> Result<()> {
-    let mut busy = Duration::ZERO;
     let prompts: Vec<_> = share(session, job, index).into_iter().map(|n| (n, session.prompt(n))).collect();
     for pass in 0.. {
         for (round, (n, prompt)) in prompts.iter().enumerate() {
@@ -172,6 +196,7 @@ fn load_share(
             if round > 0 && is_over(job, start) {
                 return Ok(());
             }
+            Totals::begin(totals);
             let asked = Instant::now();
             let mut request = LoadRequest::new(prompt, &kv.paged, kv.slots.to_vec());
             request.layerwise = Some(false);
@@ -179,7 +204,7 @@ fn load_share(
             let slat = asked.elapsed();
             let done = load.wait();
             let took = asked.elapsed();
-            busy += took;
+            Totals::end(totals);
             let wrong = if job.kv.verify { kv.wrong_bytes(done.tokens, *n)? } else { 0 };
             if job.kv.verify {
                 kv.touch()?;
@@ -194,7 +219,6 @@ fn load_share(
             t.corrupt += done.missed(MissCause::Corrupt) as u64;
             t.wrong += wrong;
             t.load_ms.push(ms(took));
-            t.busy = t.busy.max(busy);
             if (pass, round) == (0, 0) {
                 t.firsts.push(took);
             }
@@ -288,26 +312,26 @@ fn store_share<'a>(
     (totals, bar): (&Mutex<Totals>, &ProgressBar),
 ) -> Result<()> {
     let (session, job) = (fresh.session, fresh.job);
-    let (mut busy, mut current) = (Duration::ZERO, first);
+    let mut current = first;
     while let Some((n, prompt)) = current {
         let next = fresh.from(n + job.numjobs, start)?;
         let filling = spare.zip(next.as_ref());
         let (bytes, clat) = std::thread::scope(|scope| {
             let filled = filling.map(|(kv, (n, _))| scope.spawn(move || kv.fill(*n as u64)));
+            Totals::begin(totals);
             let asked = Instant::now();
             let stored = store_one(session, kv, &prompt);
             let clat = asked.elapsed();
+            Totals::end(totals);
             let filled = filled.map_or(Ok(()), |t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)));
             filled.and(stored).map(|bytes| (bytes, clat))
         })?;
         if let Some((filled, _)) = filling {
             spare = Some(std::mem::replace(&mut kv, filled));
         }
-        busy += clat;
         bar.inc(bytes);
         let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
         t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at: start.elapsed() });
-        t.busy = t.busy.max(busy);
         drop(t);
         current = next.filter(|_| !is_over(job, start));
     }

@@ -72,10 +72,7 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
         let file = DirectFile::open(path, FileOptions::create())?;
         return reserve(&file, size);
     }
-    if let Ok(file) = DirectFile::open(path, FileOptions::read_only())
-        && file.len()? >= size
-        && file.allocated_bytes()? >= size
-    {
+    if is_laid_out(path, size) {
         return Ok(());
     }
     let before = std::fs::metadata(path).map(|m| m.len()).ok();
@@ -94,6 +91,18 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
         return filled.and(undone);
     }
     file.sync_data()
+}
+
+/// Whether a file has data in all of its first `size` bytes. What is only reserved, as by a write
+/// that ended early, counts as a hole: a read of it does not reach the drive.
+fn is_laid_out(path: &Path, size: u64) -> bool {
+    let Ok(file) = std::fs::File::open(path) else { return false };
+    let hole = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(0)).or_else(|e| match e {
+        // A file system without holes.
+        rustix::io::Errno::INVAL => file.metadata().map(|meta| meta.len()).map_err(|_| e),
+        _ => Err(e),
+    });
+    hole.is_ok_and(|hole| hole >= size)
 }
 
 fn reserve(file: &DirectFile, size: u64) -> Result<()> {

@@ -158,7 +158,7 @@ mod tests {
 
     fn prompt(ids: &[u64]) -> Vec<Block> {
         let parent = |at: usize| at.checked_sub(1).and_then(|p| ids.get(p)).copied().unwrap_or(0);
-        let block = |(at, &id)| Block { id, tokens: BLOCK_TOKENS, depth: at as u32, parent: parent(at), hits: 0 };
+        let block = |(at, &id)| Block { id, tokens: BLOCK_TOKENS, depth: at as u32, parent: parent(at) };
         ids.iter().enumerate().map(block).collect()
     }
 

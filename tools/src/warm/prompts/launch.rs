@@ -60,10 +60,15 @@ impl Launch<'_> {
     pub(crate) fn start(&self) -> Result<Running> {
         let port = free_port()?;
         let address = format!("http://127.0.0.1:{port}");
+        let cache_dir = self.cache_dir.to_str().ok_or_else(|| {
+            Error::new(ErrorKind::InvalidInput, "the cache directory's name is not UTF-8")
+                .at(self.cache_dir)
+                .advice("vLLM's options are JSON: give the directory another name, or bind-mount it under one")
+        })?;
         let connector = json!({
             "kv_connector": "ForebayConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cache_dir": self.cache_dir},
+            "kv_connector_extra_config": {"cache_dir": cache_dir},
         });
         let mut command = Command::new(self.python);
         command.args(["-c", SERVER, &std::process::id().to_string()]);
