@@ -106,7 +106,8 @@ fn a_tenant_at_its_quota_gives_up_its_own_for_a_prompt_and_does_not_end_a_restor
     let brought = wait(&into.restore(three.log().unwrap(), (objects, u64::MAX), later()));
     assert_eq!((brought.stopped, matched(&three, &of_nobody)), (None, N));
     let of_acme = brought.chunks - N / CHUNK;
-    assert!((CHUNKS..32).contains(&of_acme), "{of_acme} chunks of half a MiB, of 16 MiB");
+    // What the maintenance thread gives up meanwhile, to keep a part free, makes room for others.
+    assert!((CHUNKS..2 * CHUNKS).contains(&of_acme), "{of_acme} chunks of half a MiB, of 16 MiB");
     assert_eq!(into.stats().missed("quota"), (3 * CHUNKS - of_acme) as u64);
 }
 

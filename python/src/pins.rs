@@ -4,6 +4,7 @@
 //! by the first such call after their time is over, and when the engine is closed. That is soon
 //! enough: the log does not honour a lease whose time is over.
 
+use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
 use forebay::engine::Lookup;
@@ -13,13 +14,14 @@ use parking_lot::Mutex;
 const MOST: usize = 4096;
 
 pub(crate) struct Pins {
-    kept: Mutex<Vec<(Instant, Lookup)>>,
+    /// Dropped by [`clear`](Self::clear) alone: not in a process that was forked from this one.
+    kept: ManuallyDrop<Mutex<Vec<(Instant, Lookup)>>>,
     pid: u32,
 }
 
 impl Pins {
     pub(crate) fn new() -> Self {
-        Self { kept: Mutex::default(), pid: std::process::id() }
+        Self { kept: ManuallyDrop::default(), pid: std::process::id() }
     }
 
     /// Keeps `found` for `pin`.
@@ -37,10 +39,10 @@ impl Pins {
 
     /// Drops what is kept.
     pub(crate) fn clear(&self) {
-        let kept = std::mem::take(&mut *self.kept.lock());
-        if std::process::id() != self.pid {
-            // The leases are those of the process that this one was forked from.
-            std::mem::forget(kept);
+        // A forked process leaves its parent's leases and lock alone.
+        if std::process::id() == self.pid {
+            let kept = std::mem::take(&mut *self.kept.lock());
+            drop(kept);
         }
     }
 }

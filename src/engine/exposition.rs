@@ -43,7 +43,7 @@ metric_table! {
     MEMORY_LOADED = Counter "forebay_memory_loaded_bytes_total" [] "Payload bytes that loads took from memory.";
     MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads, stores and prefetches brought into memory.";
     MEMORY_EVICTED = Counter "forebay_memory_evicted_chunks_total" [] "Chunks that left memory to make room.";
-    MEMORY_DAMAGED = Counter "forebay_memory_damaged_chunks_total" [] "Chunks that failed their CRC in memory and were read from the drive.";
+    MEMORY_DAMAGED = Counter "forebay_memory_damaged_chunks_total" [] "Chunks that failed their CRC in memory. They are read from the drive; a load fails one that a stream may have used.";
     PREFETCHES = Counter "forebay_prefetches_total" [] "Prefetches begun.";
     PREFETCHES_ACTIVE = Gauge "forebay_prefetches_active" [] "Prefetches that have not ended.";
     PREFETCH_HELD = Gauge "forebay_prefetch_held_bytes" [] "Bytes of memory that prefetches hold for loads to come.";

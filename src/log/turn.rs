@@ -54,7 +54,6 @@ impl Log {
                 policy::load(&lane, &volume.policy);
                 continue;
             }
-            reclaim::make_first(volume);
             self.spawn("fb-journal", move || journal::run(&lane))?;
             let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
             self.spawn("fb-maintenance", move || reclaim::run(&volume, &stop))?;

@@ -268,7 +268,7 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
                     Err(RemoteCause::Corrupt) => shared.known.set(&wanted.key, RemotePresence::Damaged),
                     _ => {}
                 }
-                return end.map(|()| layout.slot_bytes);
+                return end.map(|is_kept| if is_kept { layout.slot_bytes } else { 0 });
             }
             // Another fetch or a store is storing it.
             Ok(PutOutcome::AlreadyThere) => tokio::time::sleep(TRY_AGAIN).await,
@@ -292,12 +292,12 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
     }
 }
 
-/// Reads a chunk's object into its slot.
+/// Reads a chunk's object into its slot; `false` where another process has stored it meanwhile.
 async fn fill(
     (shared, to, room): (&Shared, &Destination, &Room),
     (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
     put: Put,
-) -> Result<(), RemoteCause> {
+) -> Result<bool, RemoteCause> {
     let id = FrameId { key: wanted.key, sequence: put.sequence() };
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
@@ -314,14 +314,14 @@ async fn fill(
     let (told, end) = oneshot::channel();
     slot.commit(&crcs, Box::new(move |result| drop(told.send(result))));
     match end.await.map_err(|_| RemoteCause::Closed)? {
-        // Another process has fetched it meanwhile: what is in the frame has no slot.
-        Ok(false) => return Ok(()),
+        // What is in the frame has no slot.
+        Ok(false) => return Ok(false),
         Ok(true) => {}
         Err(e) if e.kind() == ErrorKind::Cancelled => return Err(RemoteCause::Cancelled),
         Err(_) => return Err(RemoteCause::Drive),
     }
     frame.iter().for_each(|frame| frame.publish(&crcs));
-    Ok(())
+    Ok(true)
 }
 
 /// A chunk whose object is being fetched, and where its bytes go.

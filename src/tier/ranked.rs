@@ -61,12 +61,13 @@ impl Ranked {
         Some(found)
     }
 
-    /// The frame of `id`, which is about to be used. `id` is what the index has just found, so a
-    /// frame of another put is dropped: nobody will ask for it, and it would keep this one out.
+    /// The frame of `id`, which is about to be used. A frame of an older put is dropped.
     pub(super) fn find(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
         let held = self.frames.get_mut(&id.key)?;
         if held.sequence != id.sequence {
-            self.take(&id.key);
+            if held.sequence < id.sequence {
+                self.take(&id.key);
+            }
             return None;
         }
         self.order.remove(&(held.rank, id.key.0));

@@ -99,8 +99,6 @@ fn another_put_of_a_chunk_is_another_chunk() {
     assert!(fill(&tier, newer, rank(3, 0)) && fill(&tier, id(1), rank(4, 0)));
     assert!(tier.get(newer, rank(5, 0)).is_some(), "a store that ends late changes nothing");
     assert_eq!(frames(&tier).free(), 1);
-    assert!(tier.get(id(1), rank(6, 0)).is_none(), "the index names another process's put");
-    assert_eq!(frames(&tier).free(), 2, "and what is there does not keep it out");
 }
 
 #[test]

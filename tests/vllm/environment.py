@@ -137,7 +137,7 @@ def make(env: Path) -> Path:
         if not done.exists() or done.read_text() != digest():
             began = time.monotonic()
             print(f"making {env}", file=sys.stderr, flush=True)
-            if ours.exists():
+            if ours.exists() or done.exists():
                 shutil.rmtree(env)
             elif env.exists() and any(env.iterdir()):
                 sys.exit(f"{env} has files of somebody else's in it: name an empty directory in FOREBAY_VLLM_ENV")

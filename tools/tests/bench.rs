@@ -135,6 +135,18 @@ fn options_of_the_other_kind_of_job_are_refused() {
         assert!(run.stderr.contains(named), "{arguments}: {}", run.stderr);
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    bench(dir.path(), "--rw write --size 1m --verify=0 --name fine").expect(0);
+}
+
+#[test]
+fn a_file_that_was_given_is_not_overwritten_by_a_read() {
+    let dir = folder();
+    let path = dir.path().join("theirs");
+    std::fs::write(&path, [7; 8192]).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
+    let run = bench(dir.path(), "--rw read --bs 4k --size 1m --filename theirs").expect(2);
+    assert!(run.stderr.contains("never written"), "{}", run.stderr);
+    assert_eq!(std::fs::read(&path).unwrap()[..8192], [7; 8192]);
 }
 
 #[test]

@@ -26,7 +26,6 @@ mod space;
 pub(super) use evict::flush_evictions;
 pub(super) use maintenance::{Maintenance, at_rest, helpers, run};
 pub(super) use orphans::delete;
-pub(super) use space::make_first;
 
 /// Parts of this room, for tests that decide what is evicted and when.
 #[cfg(test)]

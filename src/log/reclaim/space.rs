@@ -42,16 +42,6 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
-/// Makes a segment ready at opening, where there is free room: the first stores of a server may not
-/// have the patience to wait for the maintenance thread.
-pub(in crate::log) fn make_first(volume: &Volume) {
-    if let Some(lane) = volume.own().filter(|lane| lane.state().is_ok_and(|state| state.segments.wants_segment()))
-        && let Err(e) = add_segment(&lane)
-    {
-        tracing::debug!(lane = %lane.dir.display(), error = %e, "no segment is ready yet");
-    }
-}
-
 /// Ends the wait of calls for a segment that the drive does not give, and warns once.
 fn refused(lane: &Lane, why: &Error) {
     let Ok(mut state) = lane.state() else { return };

@@ -49,6 +49,8 @@ pub(super) enum ChunkMemory {
     Not,
     /// In the memory tier.
     Hit(Hit),
+    /// It was, and some of it was damaged. What came of it before is still judged by its CRCs.
+    Damaged(Hit),
     /// It has a frame, into which it is read.
     Filling(Filling),
 }
@@ -333,7 +335,7 @@ impl LoadState {
         for (layer, crc) in extents {
             let Some(state) = self.chunks.get(chunk) else { return };
             match &state.memory {
-                ChunkMemory::Hit(hit) if hit.crc(layer) == Some(crc) => {
+                ChunkMemory::Hit(hit) | ChunkMemory::Damaged(hit) if hit.crc(layer) == Some(crc) => {
                     hit.loaded(state.layout.extents.get(layer).map_or(0, |e| u64::from(e.payload)));
                     self.verified_layer(chunk, layer, alive);
                 }
@@ -364,8 +366,7 @@ impl LoadState {
     /// them: what was computed from them is wrong. The chunk on the drive is good; only the frame
     /// goes.
     fn used_damaged(&mut self, chunk: usize, layers: Vec<usize>) {
-        let memory = self.chunks.get_mut(chunk).map(|state| std::mem::take(&mut state.memory));
-        if let Some(ChunkMemory::Hit(hit)) = memory {
+        if let Some(ChunkMemory::Hit(hit) | ChunkMemory::Damaged(hit)) = self.chunks.get(chunk).map(|c| &c.memory) {
             hit.report_bad();
         }
         self.wipe(chunk, layers);
@@ -376,9 +377,13 @@ impl LoadState {
     /// drive.
     fn not_in_memory(&mut self, chunk: usize, dirty: Vec<usize>) {
         let Some(state) = self.chunks.get_mut(chunk) else { return };
-        if let ChunkMemory::Hit(hit) = std::mem::take(&mut state.memory) {
-            hit.report_bad();
-            self.again.extend(ReadStep::new(state, chunk, 0..0, true));
+        match std::mem::take(&mut state.memory) {
+            ChunkMemory::Hit(hit) => {
+                hit.report_bad();
+                state.memory = ChunkMemory::Damaged(hit);
+                self.again.extend(ReadStep::new(state, chunk, 0..0, true));
+            }
+            before => state.memory = before,
         }
         for &layer in &dirty {
             self.again.extend(ReadStep::new(state, chunk, layer..layer + 1, false));

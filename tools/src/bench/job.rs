@@ -103,10 +103,11 @@ fn invalid(name: &str, why: impl std::fmt::Display) -> Error {
 fn misplaced(rw: Rw, options: &JobOptions) -> Option<String> {
     let only = |name: &str, of: &str| Some(format!("{name} is for {of}, and rw={} is none of them", rw.word()));
     if rw.is_raw() {
-        let (of_engine, of) = (&options.kv, "the engine's modes");
-        return match of_engine {
-            KvOptions { verify: Some(true), .. } => only("verify", of),
-            given if *given != KvOptions::default() => {
+        let of = "the engine's modes";
+        let (verify, keep) = (options.kv.verify.filter(|v| *v), options.kv.keep.filter(|k| *k));
+        return match (KvOptions { verify, keep, ..options.kv.clone() }) {
+            KvOptions { verify: Some(_), .. } => only("verify", of),
+            given if given != KvOptions::default() => {
                 only("what is said of the engine (model, tokens, capacity …)", of)
             }
             _ => None,
@@ -136,7 +137,7 @@ impl Job {
             invalid(&name, "no workload").advice("add --rw read|write|randread|randwrite|rw|randrw or an engine mode")
         })?;
         if let Some(why) = misplaced(rw, &options) {
-            return Err(invalid(&name, why).advice("leave it out: it would change nothing"));
+            return Err(invalid(&name, why).advice("leave it out of this job: it would change nothing there"));
         }
         let kv = options.kv;
         let log = |prefix: Option<String>| prefix.map(|p| if p.is_empty() { name.clone() } else { p });

@@ -157,10 +157,12 @@ fn head(place: &Path, results: &[JobResult]) -> Head {
     Head { facts, command: words.join(" ") }
 }
 
-/// Whether a file of results can be written; it is there afterwards.
-pub(crate) fn check_file(path: &Path) -> Result<()> {
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    opened.map(drop).map_err(|e| Error::io("the results could not be written", e).at(path))
+/// Whether a file of results can be written; it is left as it is.
+fn check_file(path: &Path) -> Result<()> {
+    let is_new = !path.exists();
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path).map(drop);
+    let left = opened.and_then(|()| if is_new { std::fs::remove_file(path) } else { Ok(()) });
+    left.map_err(|e| Error::io("the results could not be written", e).at(path))
 }
 
 fn write_file(path: &Path, text: &str) -> Result<()> {

@@ -203,7 +203,7 @@ fn load_share(
             let load = session.engine.load(request)?;
             let slat = asked.elapsed();
             let done = load.wait();
-            let took = asked.elapsed();
+            let (took, at) = (asked.elapsed(), start.elapsed());
             Totals::end(totals);
             let wrong = if job.kv.verify { kv.wrong_bytes(done.tokens, *n)? } else { 0 };
             if job.kv.verify {
@@ -213,7 +213,7 @@ fn load_share(
                 / prompt.keys().len().max(1) as u64;
             bar.inc(bytes);
             let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
-            t.recorder.record(Sample { bytes, slat, clat: took.saturating_sub(slat), at: start.elapsed() });
+            t.recorder.record(Sample { bytes, slat, clat: took.saturating_sub(slat), at });
             t.hits += (done.tokens / prompt.chunk_tokens().max(1)) as u64;
             t.misses += done.misses.iter().map(|(_, chunks)| *chunks as u64).sum::<u64>();
             t.corrupt += done.missed(MissCause::Corrupt) as u64;
@@ -316,22 +316,22 @@ fn store_share<'a>(
     while let Some((n, prompt)) = current {
         let next = fresh.from(n + job.numjobs, start)?;
         let filling = spare.zip(next.as_ref());
-        let (bytes, clat) = std::thread::scope(|scope| {
+        let (bytes, clat, at) = std::thread::scope(|scope| {
             let filled = filling.map(|(kv, (n, _))| scope.spawn(move || kv.fill(*n as u64)));
             Totals::begin(totals);
             let asked = Instant::now();
             let stored = store_one(session, kv, &prompt);
-            let clat = asked.elapsed();
+            let (clat, at) = (asked.elapsed(), start.elapsed());
             Totals::end(totals);
             let filled = filled.map_or(Ok(()), |t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)));
-            filled.and(stored).map(|bytes| (bytes, clat))
+            filled.and(stored).map(|bytes| (bytes, clat, at))
         })?;
         if let Some((filled, _)) = filling {
             spare = Some(std::mem::replace(&mut kv, filled));
         }
         bar.inc(bytes);
         let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
-        t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at: start.elapsed() });
+        t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at });
         drop(t);
         current = next.filter(|_| !is_over(job, start));
     }

@@ -75,6 +75,12 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
     if is_laid_out(path, size) {
         return Ok(());
     }
+    // A file that is not bench's own may be somebody's data.
+    if job.filename.is_some() && std::fs::metadata(path).is_ok_and(|meta| meta.len() > 0) {
+        return Err(Error::new(ErrorKind::InvalidInput, "the file is too short, or has parts that were never written")
+            .at(path)
+            .advice("remove it, or name another file: reads of such parts do not reach the drive, and bench does not overwrite a file that it was given"));
+    }
     let before = std::fs::metadata(path).map(|m| m.len()).ok();
     let file = DirectFile::open(path, FileOptions::create())?;
     reserve(&file, size)?;
