@@ -295,11 +295,16 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
     while server.requests(&Method::PUT) < 3 {
         std::thread::yield_now();
     }
-    one.remove(&p).unwrap();
-    assert!(server.puts().is_empty(), "the store gets them after the removal");
-    failures.store(12, Ordering::SeqCst);
-    server.let_go();
-    assert!(one.wait_uploaded(later()).unwrap());
+    std::thread::scope(|scope| {
+        let removing = scope.spawn(|| one.remove(&p));
+        while matched(&one, &p) > 0 {
+            std::thread::yield_now();
+        }
+        assert!(server.puts().is_empty() && !removing.is_finished(), "the store gets them after the drives' removal");
+        failures.store(2, Ordering::SeqCst);
+        server.let_go();
+        removing.join().unwrap().unwrap();
+    });
     assert_eq!((server.puts().len(), remote(&one).uploaded), (3, 0));
     let elsewhere = Machine::new(&server);
     assert_eq!(fetch(&elsewhere.open(), &p), Fetched { chunks: 0, stopped: Some("absent") });
@@ -335,6 +340,11 @@ fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     one.log().unwrap().remove(p.keys()).unwrap();
     clock.advance_s(30);
     assert_eq!(store_for_a_minute(), (6, 3));
+    // But not for a chunk that stays.
+    one.log().unwrap().remove(p.keys()).unwrap();
+    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!((remote(&one).uploaded, remote(&one).present), (9, 3));
 }
 
 #[test]

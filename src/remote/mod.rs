@@ -23,6 +23,7 @@
 //! `fetch.rs`, `restore.rs` (fetches all that is there, without a prompt), `transfer.rs` (the log's
 //! queues, and bounds on memory), `stats.rs`, `store.rs` (for tools).
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -137,7 +138,8 @@ impl Shared {
             *described = Some(Instant::now());
         }
         let name = describing(&self.bucket, &self.namespace, &self.shard);
-        if self.bucket.put(&name, vec![geometry.clone().into()], false).await.is_err() {
+        // Anew, so that a rule that deletes by age does not take it before the chunks.
+        if self.bucket.put(&name, vec![geometry.clone().into()], true).await.is_err() {
             *self.described.lock() = None;
         }
     }
@@ -154,6 +156,8 @@ pub struct Remote {
     shared: Arc<Shared>,
     runtime: Handle,
     mode: Mode,
+    /// Of one request.
+    timeout: Duration,
     thread: Mutex<Option<(oneshot::Sender<()>, JoinHandle<()>)>>,
 }
 
@@ -214,7 +218,7 @@ impl Remote {
         let thread = std::thread::Builder::new().name("forebay-remote".to_owned()).spawn(run);
         let thread = thread.map_err(|e| Error::io("cannot start a thread of the remote tier", e))?;
         let thread = Mutex::new(Some((stop, thread)));
-        Ok(Arc::new(Self { shared, runtime: handle, mode: options.mode, thread }))
+        Ok(Arc::new(Self { shared, runtime: handle, mode: options.mode, timeout: options.timeout, thread }))
     }
 
     /// A chunk has been published on a drive: queues its upload, if there is room in the queue.
@@ -258,16 +262,18 @@ impl Remote {
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 
-    /// Deletes the objects of `keys` and of `others`. Only those of `keys` are listed by
-    /// [`take_changes`](Self::take_changes). What is being uploaded is deleted too, once its chunk
-    /// has left the drive.
+    /// Deletes the objects of `keys` and of `others`, which have left the drives. Only those of
+    /// `keys` are listed by [`take_changes`](Self::take_changes). Waits for uploads of theirs that
+    /// are under way, as long as for a request.
     ///
     /// # Errors
-    /// Where the store did not answer, or refuses: some of them may still be there.
+    /// Where the store did not answer, or refuses: some of them may still be there, or come.
     pub fn remove(&self, (keys, others): (&[ChunkKey], &[ChunkKey]), tenant: u64) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let (keys, others) = (keys.to_vec(), others.to_vec());
-        self.delete(async move {
+        let all: HashSet<ChunkKey> = keys.iter().chain(&others).copied().collect();
+        let have_ended = self.shared.uploads.settle(|key| all.contains(key), Instant::now() + self.timeout);
+        self.delete(have_ended, async move {
             let names = keys.iter().chain(&others).map(|key| shared.name_of(key, tenant)).collect();
             shared.bucket.delete(names).await?;
             keys.iter().for_each(|key| shared.known.set(key, RemotePresence::Absent));
@@ -281,7 +287,8 @@ impl Remote {
     /// As [`Remote::remove`].
     pub fn clear(&self, tenant: Option<u64>) -> Result<()> {
         let shared = Arc::clone(&self.shared);
-        self.delete(async move {
+        let have_ended = self.shared.uploads.settle(|_| true, Instant::now() + self.timeout);
+        self.delete(have_ended, async move {
             let tenant = tenant.map(|tenant| format!("{tenant:016x}"));
             let parts = [Some(&*shared.namespace), Some(&*shared.shard), tenant.as_deref()];
             let prefix = shared.bucket.name(parts.into_iter().flatten());
@@ -292,7 +299,12 @@ impl Remote {
         })
     }
 
-    fn delete(&self, work: impl Future<Output = std::result::Result<(), RemoteCause>> + Send + 'static) -> Result<()> {
+    /// Does `work`; `have_ended` where no upload under way can undo it.
+    fn delete(
+        &self,
+        have_ended: bool,
+        work: impl Future<Output = std::result::Result<(), RemoteCause>> + Send + 'static,
+    ) -> Result<()> {
         let failed = |cause: RemoteCause| {
             let kind = match cause {
                 RemoteCause::TimedOut | RemoteCause::CircuitOpen => ErrorKind::TimedOut,
@@ -309,7 +321,8 @@ impl Remote {
         }
         let (told, end) = std::sync::mpsc::channel();
         self.runtime.spawn(async move { told.send(work.await) });
-        end.recv().unwrap_or(Err(RemoteCause::Closed)).map_err(failed)
+        let done = end.recv().unwrap_or(Err(RemoteCause::Closed));
+        done.and(if have_ended { Ok(()) } else { Err(RemoteCause::TimedOut) }).map_err(failed)
     }
 
     /// Waits until everything that was published is uploaded or shed; whether it was by `deadline`.

@@ -2,10 +2,12 @@
 //! read again, checked and put, if the store does not have them.
 //!
 //! Reading gives way to loads. A chunk that has left its drive before it is read is not uploaded;
-//! one that leaves it while it is put is deleted from the store, since it may have been removed.
+//! one that leaves it while it is put is deleted from the store, since it may have been removed: a
+//! removal waits for the uploads that are under way. Of a drive that does not answer for a while
+//! nothing is found; its chunks wait.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -40,6 +42,10 @@ const TRIES: u32 = 3;
 const DELETIONS: u32 = 20;
 /// The pause after which a store that fails is asked again.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
+/// The same for a drive that does not answer, and how long an upload waits for one before it takes
+/// its chunk for removed.
+const DRIVE_AGAIN: Duration = Duration::from_secs(1);
+const DRIVE_PATIENCE: Duration = Duration::from_secs(60);
 
 /// A chunk that waits.
 struct WaitingUpload {
@@ -52,6 +58,10 @@ struct WaitingUpload {
 #[derive(Default)]
 struct WaitingUploads {
     chunks: VecDeque<WaitingUpload>,
+    /// Uploads under way, with their numbers.
+    active: Vec<(u64, ChunkKey)>,
+    /// The number of the next one.
+    next: u64,
     /// Nothing comes into the queue any more.
     is_closed: bool,
 }
@@ -60,8 +70,6 @@ struct WaitingUploads {
 #[derive(Default)]
 pub(super) struct Uploads {
     waiting: Mutex<WaitingUploads>,
-    /// Uploads under way.
-    active: AtomicUsize,
     more: Notify,
     less: Condvar,
 }
@@ -90,7 +98,20 @@ impl Uploads {
     /// Waits until everything is uploaded or shed; whether it was by `deadline`.
     pub(super) fn wait(&self, deadline: Instant) -> bool {
         let mut waiting = self.waiting.lock();
-        while !waiting.chunks.is_empty() || self.active.load(Ordering::Acquire) > 0 {
+        while !waiting.chunks.is_empty() || !waiting.active.is_empty() {
+            if self.less.wait_until(&mut waiting, deadline).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Waits until the uploads that are under way now have ended, of those whose chunks `which`
+    /// names; whether they had by `deadline`.
+    pub(super) fn settle(&self, which: impl Fn(&ChunkKey) -> bool, deadline: Instant) -> bool {
+        let mut waiting = self.waiting.lock();
+        let next = waiting.next;
+        while waiting.active.iter().any(|(n, key)| *n < next && which(key)) {
             if self.less.wait_until(&mut waiting, deadline).timed_out() {
                 return false;
             }
@@ -108,35 +129,38 @@ impl Uploads {
         chunks.len()
     }
 
-    async fn next(&self) -> WaitingUpload {
+    /// The next chunk, and the number of its upload.
+    async fn next(&self) -> (WaitingUpload, u64) {
         loop {
             let more = self.more.notified();
             {
                 let mut waiting = self.waiting.lock();
                 if let Some(next) = waiting.chunks.pop_front() {
-                    self.active.fetch_add(1, Ordering::AcqRel);
-                    return next;
+                    let number = waiting.next;
+                    waiting.next += 1;
+                    waiting.active.push((number, next.key));
+                    return (next, number);
                 }
             }
             more.await;
         }
     }
 
-    /// Takes a chunk back, to be tried again; whether the queue is open.
-    fn again(&self, chunk: WaitingUpload) -> bool {
+    /// Takes a chunk back, to be tried again, after the others where `is_last`; whether the queue is
+    /// open.
+    fn again(&self, chunk: WaitingUpload, is_last: bool) -> bool {
         let mut waiting = self.waiting.lock();
         if waiting.is_closed {
             return false;
         }
-        waiting.chunks.push_front(chunk);
+        if is_last { waiting.chunks.push_back(chunk) } else { waiting.chunks.push_front(chunk) }
         drop(waiting);
         self.more.notify_one();
         true
     }
 
-    fn ended(&self) {
-        let _waiting = self.waiting.lock();
-        self.active.fetch_sub(1, Ordering::AcqRel);
+    fn ended(&self, number: u64) {
+        self.waiting.lock().active.retain(|(n, _)| *n != number);
         self.less.notify_all();
     }
 }
@@ -144,6 +168,7 @@ impl Uploads {
 /// An upload under way, until dropped.
 struct ActiveUpload {
     shared: Arc<Shared>,
+    number: u64,
     /// What became of it is counted. Otherwise the tier was closed meanwhile.
     is_counted: bool,
 }
@@ -153,15 +178,15 @@ impl Drop for ActiveUpload {
         if !self.is_counted {
             self.shared.counters.not_uploaded.add(RemoteCause::Closed, 1);
         }
-        self.shared.uploads.ended();
+        self.shared.uploads.ended(self.number);
     }
 }
 
 /// Uploads what comes into the queue, until its task is ended.
 pub(super) async fn run(shared: Arc<Shared>) {
     loop {
-        let chunk = shared.uploads.next().await;
-        let active = ActiveUpload { shared: Arc::clone(&shared), is_counted: false };
+        let (chunk, number) = shared.uploads.next().await;
+        let active = ActiveUpload { shared: Arc::clone(&shared), number, is_counted: false };
         let Some(log) = chunk.log.upgrade() else { continue };
         let bytes = log.chunk_layout(log.geometry().chunk_tokens, SlotCodec::None).slot_bytes;
         let Ok(room) = shared.upload_staging.take(bytes).await else { return };
@@ -183,8 +208,8 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
     active.is_counted = true;
     let shared = &active.shared;
     let counters = &shared.counters;
-    let again = |chunk| {
-        if !shared.uploads.again(chunk) {
+    let again = |chunk, is_last| {
+        if !shared.uploads.again(chunk, is_last) {
             counters.not_uploaded.add(RemoteCause::Closed, 1);
         }
     };
@@ -194,10 +219,15 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
             counters.uploaded_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
         Ok(None) => drop(counters.present.fetch_add(1, Ordering::Relaxed)),
-        Err(RemoteCause::CircuitOpen) => again(chunk),
+        Err(RemoteCause::CircuitOpen) => again(chunk, false),
+        // Nothing of a drive that does not answer is found.
+        Err(RemoteCause::Gone) if !log.answers() && log.peek(&chunk.key).is_none() => {
+            tokio::time::sleep(DRIVE_AGAIN).await;
+            again(chunk, true);
+        }
         Err(RemoteCause::Io | RemoteCause::TimedOut) if chunk.tries + 1 < TRIES => {
             chunk.tries += 1;
-            again(chunk);
+            again(chunk, false);
         }
         Err(cause) => counters.not_uploaded.add(cause, 1),
     }
@@ -232,8 +262,9 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     let object = read(shared, log, &chunk).await?;
     let bytes = object.iter().map(|part| part.len() as u64).sum();
     let put = shared.bucket.put(&name, object, replaces).await;
-    // Also where the put has failed: the store may have the object all the same.
-    if !is_still_there(log, &chunk) {
+    // Also where the put has failed: the store may have the object all the same. What was stored
+    // anew meanwhile has the same content and the same name.
+    if !is_on_a_drive(log, key).await {
         shared.known.set(key, RemotePresence::Absent);
         // A further try of this chunk would not come here: it is on no drive.
         let mut asked = 0;
@@ -245,6 +276,10 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
             }
             tokio::time::sleep(LOOK_AGAIN).await;
         }
+        if log.peek(key).is_some() {
+            // The upload of that store may have found the object before it was deleted.
+            let _ = shared.uploads.push(log, *key);
+        }
         return Err(RemoteCause::Gone);
     }
     let is_new = put?;
@@ -253,17 +288,15 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     Ok(is_new.then_some(bytes))
 }
 
-/// Whether the object of a chunk that expires has expired: it is that of an earlier store, and of
-/// use to nobody. Objects stay in the store until somebody deletes them.
+/// Whether the object of a chunk has expired, or expires though the chunk does not: it is that of an
+/// earlier store, and of use to nobody, or not for long. Objects stay in the store until somebody
+/// deletes them.
 async fn has_expired(
     shared: &Shared,
     log: &Log,
     chunk: &Chunk,
     (name, size): (&Path, u64),
 ) -> Result<bool, RemoteCause> {
-    if chunk.expiry_s == 0 {
-        return Ok(false);
-    }
     let mut header = Vec::new();
     let range = 0..u64::from(chunk.layout.header_bytes).min(size);
     match shared.bucket.get(name, (range, size), |some| header.extend_from_slice(some)).await {
@@ -273,7 +306,19 @@ async fn has_expired(
     }
     let now_s = log.options().clock.unix_s();
     let header = SlotHeader::decode(&header).map(|(header, _)| header);
-    Ok(header.is_ok_and(|header| header.expiry_s != 0 && header.expiry_s <= now_s))
+    Ok(header.is_ok_and(|header| header.expiry_s != 0 && (chunk.expiry_s == 0 || header.expiry_s <= now_s)))
+}
+
+/// Whether a chunk of the key is on a drive.
+async fn is_on_a_drive(log: &Log, key: &ChunkKey) -> bool {
+    let since = Instant::now();
+    while log.peek(key).is_none() {
+        if log.answers() || since.elapsed() >= DRIVE_PATIENCE {
+            return false;
+        }
+        tokio::time::sleep(DRIVE_AGAIN).await;
+    }
+    true
 }
 
 fn is_still_there(log: &Log, chunk: &Chunk) -> bool {
@@ -339,12 +384,14 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let uploads = Uploads::default();
         let chunk = |n| WaitingUpload { log: Weak::new(), key: ChunkKey([n; 32]), tries: 0 };
-        assert!(uploads.again(chunk(1)) && uploads.again(chunk(2)));
-        let under_way = runtime.block_on(uploads.next());
-        assert_eq!((under_way.key, uploads.close(), uploads.len()), (ChunkKey([2; 32]), 1, 0));
+        assert!(uploads.again(chunk(1), false) && uploads.again(chunk(2), false) && uploads.again(chunk(3), true));
+        let (under_way, number) = runtime.block_on(uploads.next());
+        assert_eq!((under_way.key, uploads.close(), uploads.len()), (ChunkKey([2; 32]), 2, 0));
         assert!(!uploads.wait(Instant::now()), "one is under way");
-        assert!(!uploads.again(under_way), "it would wait for nobody");
-        uploads.ended();
-        assert!(uploads.wait(Instant::now()) && uploads.len() == 0);
+        assert!(!uploads.settle(|key| *key == under_way.key, Instant::now()));
+        assert!(uploads.settle(|key| *key != under_way.key, Instant::now()));
+        assert!(!uploads.again(under_way, false), "it would wait for nobody");
+        uploads.ended(number);
+        assert!(uploads.wait(Instant::now()) && uploads.settle(|_| true, Instant::now()) && uploads.len() == 0);
     }
 }

@@ -190,9 +190,10 @@ impl Server {
         self.shared.methods.lock().get(method).copied().unwrap_or(0)
     }
 
-    /// How often the body of each object came in full.
+    /// How often the body of each chunk's object came in full.
     pub(crate) fn puts(&self) -> Vec<u64> {
-        self.shared.puts.lock().values().copied().collect()
+        let is_chunk = |name: &str| !name.ends_with(".json");
+        self.shared.puts.lock().iter().filter(|(name, _)| is_chunk(name)).map(|(_, puts)| *puts).collect()
     }
 
     /// The environment of a client.
