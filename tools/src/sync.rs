@@ -126,7 +126,8 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     })?;
     stop::listen()?;
     let sync = Sync { settings, options, context };
-    let (mut reports, mut is_whole) = (Vec::new(), true);
+    let mut reports = Vec::new();
+    let is_whole;
     if up {
         let (jobs, all) = sync.local_shards(args)?;
         is_whole = all;
@@ -134,7 +135,8 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
             reports.push(sync.up(job)?);
         }
     } else {
-        let jobs = sync.remote_shards(args)?;
+        let (jobs, all) = sync.remote_shards(args)?;
+        is_whole = all;
         let missing = sync.missing(&jobs);
         let mut rest: u64 = missing.iter().sum();
         for (job, bytes) in jobs.iter().zip(missing).take_while(|_| !stop::asked()) {
@@ -259,16 +261,19 @@ impl Sync<'_> {
         Ok((jobs, is_whole))
     }
 
-    /// The shards of the store, with what it has of them.
-    fn remote_shards(&self, args: &SyncArgs) -> Result<Vec<Job<RemoteObject>>> {
+    /// The shards of the store, with what it has of them; whether none that has chunks was passed
+    /// over.
+    fn remote_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<RemoteObject>>, bool)> {
         let store = RemoteStore::open(&self.options)?;
-        let mut jobs = Vec::new();
+        let (mut jobs, mut is_whole) = (Vec::new(), true);
         for (namespace, shard) in store.shards()? {
             let geometry = match store.geometry(&namespace, &shard) {
                 // Another program's folder, or a server ended before it had described its first
                 // chunk. The others can be brought all the same.
                 Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {
                     eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    let is_meant = args.namespace.as_ref().is_none_or(|wanted| *wanted == namespace);
+                    is_whole &= !is_meant || store.objects(&namespace, &shard)?.is_empty();
                     continue;
                 }
                 geometry => geometry?,
@@ -280,7 +285,7 @@ impl Sync<'_> {
             let (chunks, limit) = (items.len() as u64, args.limit.unwrap_or(u64::MAX));
             jobs.push(Job { namespace, shard, geometry, chunks, items, limit });
         }
-        Ok(jobs)
+        Ok((jobs, is_whole))
     }
 
     /// Bytes of each job that are to be brought: what a drive has needs no room.
