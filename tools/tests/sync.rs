@@ -135,7 +135,7 @@ fn a_description_that_was_deleted_comes_back_with_the_next_sync_up() {
     w.sync("up a", 0);
     let description = |w: &World| objects(w.root.path()).into_iter().find(|path| path.extension().is_some());
     std::fs::remove_file(description(&w).unwrap()).unwrap();
-    let down = w.run(&format!("sync down b --remote {REMOTE}")).expect(0);
+    let down = w.run(&format!("sync down b --remote {REMOTE}")).expect(3);
     assert!(down.stderr.contains("and so does `forebay sync up`"), "{}", down.stderr);
     assert_eq!(counts(&w.sync("up a", 0)), [n, n, 0, 0]);
     assert_eq!(counts(&w.sync("down b", 0)), [n, 0, n, 0]);
