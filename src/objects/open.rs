@@ -30,6 +30,8 @@ const LEAST_SLOTS: usize = 8;
 const REOPEN_EVERY: Duration = Duration::from_secs(10);
 /// Keys under way beyond which more are refused.
 const MAX_PENDING_KEYS: usize = 1 << 16;
+/// Bytes of a usual value: the journal has room for a segment full of them, put one by one.
+const USUAL_BYTES: u64 = 256 << 10;
 
 /// What an object store is opened with.
 #[derive(Clone)]
@@ -123,6 +125,7 @@ fn open_log(
     log.io.regions = pools.iter().map(|p| p.region()).chain(registered.all()).collect();
     log.drive_factory = options.drive_factory.clone();
     log.segment_bytes = options.segment_bytes;
+    log.usual_slot_bytes = Some(USUAL_BYTES);
     if let Some(clock) = &options.clock {
         log.clock = Arc::clone(clock);
     }

@@ -59,6 +59,9 @@ pub struct LogOptions {
     /// capacity, at most 1 GiB, but at least four chunks or 1/8 of the capacity, whichever is less.
     /// Counts when a lane is made.
     pub segment_bytes: Option<u64>,
+    /// Bytes of a usual slot where that is less than a full chunk's: so many more may come into a
+    /// segment, one by one.
+    pub usual_slot_bytes: Option<u64>,
     /// What goes first when room is needed.
     pub policy: Reclaim,
     /// Which chunks of prompts are stored ([`crate::log::Log::admit`]).
@@ -120,6 +123,7 @@ impl LogOptions {
             min_free_bytes: 0,
             tenant_bytes: None,
             segment_bytes: None,
+            usual_slot_bytes: None,
             policy: Reclaim::default(),
             admission: AdmissionPolicy::All,
             write_budget_dwpd: None,

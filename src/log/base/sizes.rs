@@ -59,7 +59,8 @@ impl Sizes {
             .advice(format!("use at least {}MiB for each drive", mib(least))));
         }
         let share = capacity_bytes / 64 / PAGE_BYTES as u64;
-        let sizes = Self::of(segment_bytes, segment_bytes / slot, share);
+        let usual = options.usual_slot_bytes.map_or(slot, |usual| usual.min(slot)).max(1);
+        let sizes = Self::of(segment_bytes, segment_bytes / usual, share);
         Ok(options.ring_pages.map_or(sizes, |pages| sizes.with_ring(pages)))
     }
 
@@ -110,6 +111,14 @@ pub(in crate::log) fn most_segments(capacity_bytes: u64, sb: &Superblock, slot_b
     let regions = capacity_bytes / REGIONS_SHARE / region_kept(sb, slot_bytes).max(1);
     let of_file = MOST_FILE_BYTES / sb.segment_bytes.max(1);
     full.saturating_mul(MOST_SEGMENTS).min(regions.max(full + full / 2)).min(of_file).max(full)
+}
+
+/// Segments that a lane can have: many may be sealed nearly empty, where puts come so slowly that
+/// each takes a page of the journal.
+pub(in crate::log) fn numbered_segments(capacity_bytes: u64, sb: &Superblock) -> u64 {
+    const SPARSE: u64 = 64;
+    let full = (capacity_bytes / sb.segment_bytes.max(1)).max(4);
+    full.saturating_mul(SPARSE).min(MOST_FILE_BYTES / sb.segment_bytes.max(1)).max(full)
 }
 
 /// Records that a region of `region_bytes` holds.

@@ -4,6 +4,7 @@
 //! Invariant: a floor is durable before any process sees it, so that what it hides stays hidden.
 //! The file is written under the shard's lock.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -80,7 +81,11 @@ fn decode(file: &DirectFile) -> Result<Floors> {
 /// Those of reading and writing: then the floors may be the old or the new ones after a crash.
 pub(in crate::log) fn write(shard_dir: &Path, floors: &Floors) -> Result<()> {
     let path = shard_dir.join(paths::FLOORS);
+    let is_new = !path.exists();
     let file = DirectFile::open(&path, FileOptions::create())?;
+    if is_new {
+        belong_to_owner(shard_dir, &path)?;
+    }
     let mut copy = AlignedBuf::zeroed(FLOORS_BYTES)?;
     copy.copy_from_slice(&floors.encode());
     for offset in [0, FLOORS_BYTES as u64] {
@@ -95,6 +100,17 @@ pub(in crate::log) fn write(shard_dir: &Path, floors: &Floors) -> Result<()> {
         flush(&file)?;
     }
     paths::sync_dir(shard_dir)
+}
+
+/// Gives a file that a tool of another user has made to the owner of the shard, who could not open
+/// it otherwise.
+fn belong_to_owner(shard_dir: &Path, path: &Path) -> Result<()> {
+    let (Ok(wanted), Ok(is)) = (std::fs::metadata(shard_dir), std::fs::metadata(path)) else { return Ok(()) };
+    if (is.uid(), is.gid()) == (wanted.uid(), wanted.gid()) {
+        return Ok(());
+    }
+    let failed = |e| Error::io("cannot give the floors to the server's user", e).at(path).advice("run this as that user");
+    std::os::unix::fs::chown(path, Some(wanted.uid()), Some(wanted.gid())).map_err(failed)
 }
 
 fn flush(file: &DirectFile) -> Result<()> {

@@ -39,7 +39,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
@@ -67,6 +67,9 @@ use crate::format::superblock::Superblock;
 use crate::index::{self, Access, Entry, EntryKind, Inserted, Table};
 use crate::io::{DirectFile, Drive};
 use crate::key::ChunkKey;
+
+/// The open segment is closed early at most once in this time.
+const CLOSED_EARLY_EVERY: Duration = Duration::from_secs(5);
 
 /// What this process is to a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -280,6 +283,10 @@ pub struct Lane {
     /// Held while index.kv is flushed: the kernel tells one flush of several that pages are lost,
     /// and the others must not pass for good before that one is counted.
     flushing_index: Mutex<()>,
+    /// When, on the boot clock, the open segment was closed before it was full; 0 for never.
+    closed_early: AtomicU64,
+    /// Up to which generation of floors the lane was swept for the first time.
+    pub(super) floors_swept: AtomicU64,
     /// Until when, on the boot clock, no hole is tried: 0 for none has failed, `u64::MAX` for ever.
     no_holes_until: AtomicU64,
     #[cfg(test)]
@@ -327,6 +334,8 @@ impl Lane {
             lock: Mutex::new(p.lock),
             index_writes: Arc::default(),
             flushing_index: Mutex::new(()),
+            closed_early: AtomicU64::new(0),
+            floors_swept: AtomicU64::new(0),
             no_holes_until: AtomicU64::new(0),
             #[cfg(test)]
             holes_fail: std::sync::atomic::AtomicBool::new(false),
@@ -413,6 +422,24 @@ impl Lane {
 
     pub(super) fn set_swept(&self, removals: u64) {
         self.swept.store(removals, Ordering::Relaxed);
+    }
+
+    /// Has the open segment sealed before it is full, if `wanted`; not often, since what is left of
+    /// it stays unused.
+    ///
+    /// # Errors
+    /// `Internal` for a lane that this process does not hold.
+    pub(super) fn close_open(&self, wanted: impl FnOnce(&LaneState) -> bool) -> Result<()> {
+        let mut state = self.state()?;
+        let now = self.ctx.options.clock.boot_ns();
+        let since = self.closed_early.load(Ordering::Relaxed);
+        if (since == 0 || now.saturating_sub(since) >= CLOSED_EARLY_EVERY.as_nanos() as u64) && wanted(&state) {
+            self.closed_early.store(now.max(1), Ordering::Relaxed);
+            state.segments.close_open();
+            drop(state);
+            self.work.notify_one();
+        }
+        Ok(())
     }
 
     /// Gives up the lock, so that another process may take the lane.

@@ -185,6 +185,9 @@ impl Pending {
         let outcome = outcome.and_then(|()| if self.is_doubtful { Err(doubt()) } else { Ok(()) });
         self.renew(unsealed);
         self.done = self.done.max(asked);
+        if outcome.is_ok() {
+            self.failures = 0;
+        }
         self.error = outcome.err().map(|e| (e.kind(), e.to_string()));
     }
 
@@ -199,6 +202,11 @@ impl Pending {
 
     pub(in crate::log) fn set_urgent(&mut self, urgent: bool) {
         self.urgent = urgent;
+    }
+
+    /// Whether reclaim waits.
+    pub(in crate::log) fn is_urgent(&self) -> bool {
+        self.urgent
     }
 
     pub(in crate::log) fn note_failure(&mut self) {

@@ -314,7 +314,6 @@ impl Segments {
         *segment = Segment { phase: SegmentPhase::Open, ..Segment::absent(epoch) };
         self.open = Some(number);
         if let Some(shared) = shared {
-            // A segment beyond the shared file's range cannot be leased; all else works for it.
             drop(shared.set_live(number, 0, 0));
             drop(shared.set_segment(number, SegmentState::Open, epoch));
         }

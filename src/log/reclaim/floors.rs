@@ -2,6 +2,7 @@
 //! its floor is dropped. Below the floor of everything, which stays, slots go with their segments.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::{evict, segment};
 use crate::error::Result;
@@ -16,11 +17,17 @@ pub(super) fn apply(volume: &Volume) -> Result<()> {
     let mut changed = false;
     for lane in volume.lanes().held() {
         let Some(shared) = lane.shared().filter(|s| s.floors_done() < generation) else { continue };
-        changed = true;
-        sweep_everything(volume, lane)?;
-        if !sweep_tenants(volume, lane)? {
+        // At once; then again when nothing below can appear any more.
+        if lane.floors_swept.load(Ordering::Relaxed) != generation {
+            changed = true;
+            sweep(volume, lane)?;
+            lane.floors_swept.store(generation, Ordering::Relaxed);
+        }
+        if may_appear(volume, lane)? {
             continue;
         }
+        changed = true;
+        sweep(volume, lane)?;
         lane.flush_erasures()?;
         shared.set_floors_done(generation);
     }
@@ -31,6 +38,29 @@ pub(super) fn apply(volume: &Volume) -> Result<()> {
         drop_tenants(volume, generation)?;
     }
     Ok(())
+}
+
+fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
+    sweep_everything(volume, lane)?;
+    sweep_tenants(volume, lane)
+}
+
+/// Whether more slots of tenants below their floors may appear or be hidden: of puts that began
+/// earlier, or in unsealed segments, where they were never published. The open segment is closed
+/// where it alone stands in the way: nothing else may ever fill it.
+fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
+    if !volume.shard.has_tenant_floors() {
+        return Ok(false);
+    }
+    let highest = volume.shard.highest_tenant_floor();
+    let (waits, hides) = {
+        let state = lane.state()?;
+        (state.puts.oldest().is_some_and(|oldest| oldest <= highest), state.segments.may_hide_below(highest))
+    };
+    if !waits && hides {
+        lane.close_open(|state| state.segments.may_hide_below(highest))?;
+    }
+    Ok(waits || hides)
 }
 
 /// Takes what lies below the floor of everything out of the table. The slots stay readable until
@@ -47,11 +77,10 @@ fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     Ok(())
 }
 
-/// Makes the slots of tenants below their floors unreadable; `false` where more of them may appear
-/// or be hidden: puts that began earlier, or slots in unsealed segments that were never published.
-fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
+/// Makes the slots of tenants below their floors unreadable.
+fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     if !volume.shard.has_tenant_floors() {
-        return Ok(true);
+        return Ok(());
     }
     let mut going: Vec<Entry> = Vec::new();
     let mut look = |e: &Entry| {
@@ -84,11 +113,7 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
         }
         evict::erase_marked(volume, lane, &marked, None)?;
     }
-    let highest = volume.shard.highest_tenant_floor();
-    let state = lane.state()?;
-    // Segments that are not sealed yet may hold slots that were never published.
-    let is_over = |oldest| oldest > highest;
-    Ok(state.puts.oldest().is_none_or(is_over) && !state.segments.may_hide_below(highest))
+    Ok(())
 }
 
 /// Drops the floors of tenants when every lane of the shard is done with them.

@@ -12,7 +12,7 @@ use super::evict;
 use crate::error::Result;
 use crate::index::Entry;
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, slot_bytes, tenant_of};
+use crate::log::lane::{Lane, LaneRole, slot_bytes, tenant_of};
 use crate::log::policy;
 
 /// Counts what tenants hold in other processes' lanes, if there are quotas.
@@ -44,6 +44,11 @@ pub(super) fn enforce(volume: &Volume) {
 
 fn give_up(volume: &Volume, lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Result<()> {
     let mut chosen = choose(lanes, tenant, bytes)?;
+    if chosen.is_empty() {
+        // All that it has may lie in the open segment, which no put of it would ever fill.
+        let open = lanes.iter().find(|lane| lane.role == LaneRole::Own);
+        open.iter().try_for_each(|lane| lane.close_open(|state| state.usage.of_tenant(tenant) > 0))?;
+    }
     for &lane in lanes {
         let of_lane: Vec<Entry> = chosen.extract_if(.., |(number, _)| *number == lane.number).map(|(_, e)| e).collect();
         {

@@ -23,14 +23,18 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
         match add_segment(&lane) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
-                let poor = is_poor(volume);
-                let helped = give_back_spare(volume)
-                    || poor && orphans::remove_one(volume)
-                    || evict::make_room(volume)
-                    || segment::reclaim_one(volume)
-                    || !poor && orphans::remove_one(volume);
+                let (poor, numbered) = (is_poor(volume), has_a_number(&lane));
+                let helped = if numbered {
+                    give_back_spare(volume)
+                        || poor && orphans::remove_one(volume)
+                        || evict::make_room(volume)
+                        || segment::reclaim_one(volume)
+                        || !poor && orphans::remove_one(volume)
+                } else {
+                    segment::reclaim_one(volume)
+                };
                 if !helped {
-                    if poor {
+                    if poor && numbered {
                         pressure::request_space(volume);
                     }
                     tracing::debug!(drive = %volume.root.display(), error = %e, "no free segment");
@@ -62,7 +66,10 @@ pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_reserve()) {
         let more = match add_segment(&lane) {
             Ok(()) => true,
-            Err(e) => e.kind() == ErrorKind::NoSpace && (evict::make_room(volume) || segment::reclaim_one(volume)),
+            Err(e) => {
+                let is_full = e.kind() == ErrorKind::NoSpace && has_a_number(&lane);
+                is_full && (evict::make_room(volume) || segment::reclaim_one(volume))
+            }
         };
         if !more {
             return;
@@ -102,9 +109,19 @@ pub(super) fn give_back_spare(volume: &Volume) -> bool {
     is_given_back
 }
 
+/// Whether the lane's shared file has room for one more segment. One beyond could not be leased, and
+/// nothing in it be served.
+fn has_a_number(lane: &Lane) -> bool {
+    let (Ok(state), Some(shared)) = (lane.state(), lane.shared()) else { return true };
+    state.segments.next_unused() < shared.segments()
+}
+
 /// Adds a segment to the own lane, if budget, free floor and drive allow it.
 fn add_segment(lane: &Arc<Lane>) -> Result<()> {
     let budget = lane.budget.as_ref().ok_or_else(|| Error::new(ErrorKind::Internal, "a lane without a budget"))?;
+    if !has_a_number(lane) {
+        return Err(Error::new(ErrorKind::NoSpace, "the lane has as many segments as it can").at(&lane.dir));
+    }
     let number = lane.state()?.segments.next_unused();
     let (offset, bytes) = (u64::from(number) * lane.segment_bytes(), lane.segment_bytes());
     let region_bytes = lane.superblock.region_bytes;

@@ -300,7 +300,8 @@ pub(in crate::log) fn write_superblock(index: &DirectFile, superblock: &Superblo
 /// how many fill the capacity; both with a few to spare.
 fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_bytes: u64) -> (u32, u32) {
     let full = capacity_bytes.div_ceil(sb.segment_bytes);
-    let most = full.max(sizes::most_segments(capacity_bytes, sb, slot_bytes));
+    let most = sizes::most_segments(capacity_bytes, sb, slot_bytes);
+    let most = full.max(most).max(sizes::numbered_segments(capacity_bytes, sb));
     let there = data_bytes.div_ceil(sb.segment_bytes);
     let bounded = |n: u64| u32::try_from(n.saturating_add(8).min(1 << 24)).unwrap_or(1 << 24);
     (bounded(most.max(there)), bounded(full))

@@ -406,6 +406,17 @@ fn a_drive_that_lets_no_segment_be_freed_goes_on_being_read() {
 }
 
 #[test]
+fn a_log_that_had_nothing_to_write_while_flushes_failed_takes_puts_when_they_do_not() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    switch.set(FLUSH_EIO);
+    (0..20).for_each(|_| assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Io));
+    switch.set(NONE);
+    log.flush().unwrap();
+    assert!(store(&log, 1) && has(&log, 1));
+}
+
+#[test]
 fn a_segment_whose_seal_fails_is_sealed_later() {
     let dir = temp();
     let (log, switch) = faulty(options(dir.path()));

@@ -229,6 +229,22 @@ fn the_floor_of_a_tenant_is_dropped_when_everything_of_it_is_unreadable_and_not_
     assert_eq!((0..7).filter(|n| has(&log, *n)).collect::<Vec<_>>(), [0, 5]);
 }
 
+/// Nothing is stored after the removal that would fill the segment.
+#[test]
+fn the_floor_of_a_tenant_is_dropped_on_an_idle_log_too() {
+    let dir = temp();
+    let log = open(dir.path());
+    for round in 0..2 {
+        (0..3).for_each(|n| store_for(&log, 10 * round + n, ACME));
+        assert_eq!(log.remove_tenant(ACME).unwrap(), 3);
+        let until = soon();
+        while log.volumes[0].shard.tenants() > 0 {
+            assert!(std::time::Instant::now() < until, "the open segment is never sealed");
+            std::thread::yield_now();
+        }
+    }
+}
+
 /// A tenant's floor is dropped when no table has an entry below it. So no such entry may be
 /// replaced by a new one before its slot is unreadable.
 #[test]

@@ -66,6 +66,21 @@ fn an_index_full_of_partial_chunks_is_recovered_whole() {
     assert_eq!(reader.lookup(&(0..2 * EACH).map(key).collect::<Vec<_>>()) as u64, 2 * EACH);
 }
 
+/// As where values come so slowly that each takes a page of the journal: segments end nearly empty.
+#[test]
+fn what_lies_in_more_segments_than_fill_the_capacity_is_served() {
+    let dir = temp();
+    let log =
+        Log::open(LogOptions { capacity_bytes: 16 << 20, segment_bytes: Some(4 << 20), ..options(dir.path()) }).unwrap();
+    for n in 0..300 {
+        assert!(store(&log, n), "{n}");
+        log.seal(soon()).unwrap();
+        assert!(has(&log, n), "{n}");
+    }
+    let offered: Vec<u64> = (0..300).filter(|n| log.contains(&key(*n))).collect();
+    assert!(offered.len() > 100 && offered.iter().all(|n| has(&log, *n)), "{} of 300", offered.len());
+}
+
 #[test]
 fn the_first_put_of_all_does_not_wait_for_the_drive() {
     let dir = temp();
