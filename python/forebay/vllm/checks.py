@@ -74,7 +74,10 @@ def routed_experts(vllm_config: VllmConfig) -> None:
 
 #: Connectors that load within a step and say only at its end what has failed: by then stores of what
 #: they should have loaded have begun.
-LOAD_WITHIN_A_STEP = frozenset({"LMCacheConnectorV1", "FlexKVConnectorV1"})
+LOAD_WITHIN_A_STEP = ("LMCacheConnectorV1", "FlexKVConnector")
+#: What the configuration of a model with sparse attention has. Its layers do not call vLLM's hooks, at
+#: which a layer-wise load is waited for; nor do its indexers, which have a KV cache of their own.
+SPARSE = ("index_topk", "sparse_attention_config")
 
 
 def siblings(vllm_config: VllmConfig) -> None:
@@ -82,7 +85,8 @@ def siblings(vllm_config: VllmConfig) -> None:
     multi = _multi(vllm_config)
     children = [] if multi is None else multi.kv_connector_extra_config.get("connectors", [])
     for name in (child.get("kv_connector") for child in children):
-        if name in LOAD_WITHIN_A_STEP:
+        # Also LMCache's own class, LMCacheConnectorV1Dynamic.
+        if str(name).startswith(LOAD_WITHIN_A_STEP):
             raise Unsupported(
                 f"MultiConnector with {name} beside ForebayConnector: where a load of {name} fails, vLLM says so only when Forebay has "
                 "begun to store what it should have brought; use one of them (LMCache can keep its values in Forebay: docs/lmcache.md)"
@@ -132,6 +136,11 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
         )
     if len(kv.block_tokens) > 1:
         return "several KV cache groups: a failed load cannot be reported to vLLM; start with --disable-hybrid-kv-cache-manager"
+    model = getattr(vllm_config.model_config, "hf_text_config", None)
+    if any(getattr(model, name, None) is not None for name in SPARSE):
+        return "sparse attention: vLLM does not wait for the layers of this model; set use_layerwise: false"
+    if vllm_config.parallel_config.use_ubatching:
+        return "microbatches: vLLM says that a layer is computed when its first half is; start without --enable-dbo and --ubatch-size"
     if any(window is not None for window in kv.windows):
         return (
             "a sliding window: after a failed load vLLM goes back to tokens whose window it has given away; start with "

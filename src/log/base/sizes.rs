@@ -59,8 +59,11 @@ impl Sizes {
             .advice(format!("use at least {}MiB for each drive", mib(least))));
         }
         let share = capacity_bytes / 64 / PAGE_BYTES as u64;
-        let usual = options.usual_slot_bytes.map_or(slot, |usual| usual.min(slot)).max(1);
-        let sizes = Self::of(segment_bytes, segment_bytes / usual, share);
+        let sizes = Self::of(segment_bytes, segment_bytes / slot, share);
+        // A longer ring must not cost a small cache a segment.
+        let usual = options.usual_slot_bytes.map(|usual| segment_bytes / usual.clamp(1, slot));
+        let longer = usual.map_or(0, |slots| Self::of(segment_bytes, slots, share / 8).ring_pages);
+        let sizes = sizes.with_ring(longer.max(sizes.ring_pages));
         Ok(options.ring_pages.map_or(sizes, |pages| sizes.with_ring(pages)))
     }
 

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm.config import ParallelConfig
+
+from forebay.vllm import checks
 
 from . import damage
 from .kv import generated
 from .runner import WrongKv
-from .server import Server, Shape
+from .server import Server, Shape, vllm_config
 
 PROMPT = list(range(20, 120))
 REJECTING = {"connector": "RejectingConnector", "connector_module": "harness.rejecting"}
@@ -156,6 +159,20 @@ def test_vllm_preempts_no_request_before_the_failure_is_known(second: bool, tmp_
 def test_layerwise_loads_are_refused_where_vllm_does_that(shape: Shape, flag: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=flag):
         Server(dataclasses.replace(shape, settings={"use_layerwise": True}), tmp_path)
+
+
+@pytest.mark.parametrize("name", [None, *checks.SPARSE])
+def test_layerwise_loads_are_refused_where_vllm_does_not_wait_for_layers(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(policy="fail", settings={"use_layerwise": True})
+    if name is None:
+        monkeypatch.setattr(ParallelConfig, "use_ubatching", True)
+    else:
+        model = vllm_config(shape, tmp_path).model_config
+        monkeypatch.setattr(model.hf_text_config, name, 1, raising=False)
+    with pytest.raises(ValueError, match="microbatches" if name is None else "sparse attention"):
+        Server(shape, tmp_path)
 
 
 def test_layerwise_loads_from_a_cache_that_keeps_what_is_damaged_are_refused(tmp_path: Path) -> None:

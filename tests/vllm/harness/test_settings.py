@@ -195,7 +195,7 @@ def test_a_function_of_the_users_own_lowers_what_is_loaded(tmp_path: Path) -> No
             Server(Shape(settings={"load_limit": wrong}), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "FlexKVConnectorV1"])
+@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheConnectorV1Dynamic", "FlexKVConnectorV1"])
 def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def siblings(other: str) -> None:
         children = [{"kv_connector": other}, {"kv_connector": "ForebayConnector"}]
