@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm.config import ParallelConfig
-
 from forebay.vllm import checks
+from forebay.vllm.connector import ForebayConnector
+from vllm.config import ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from . import damage
 from .kv import generated
 from .runner import WrongKv
-from .server import Server, Shape, vllm_config
+from .server import Server, Shape, _kv, vllm_config
 
 PROMPT = list(range(20, 120))
 REJECTING = {"connector": "RejectingConnector", "connector_module": "harness.rejecting"}
@@ -166,13 +167,14 @@ def test_layerwise_loads_are_refused_where_vllm_does_not_wait_for_layers(
     name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape(policy="fail", settings={"use_layerwise": True})
+    config = vllm_config(shape, tmp_path)
     if name is None:
+        # vLLM allows it with some GPUs' kernels only.
         monkeypatch.setattr(ParallelConfig, "use_ubatching", True)
     else:
-        model = vllm_config(shape, tmp_path).model_config
-        monkeypatch.setattr(model.hf_text_config, name, 1, raising=False)
+        monkeypatch.setattr(config.model_config.hf_text_config, name, 1, raising=False)
     with pytest.raises(ValueError, match="microbatches" if name is None else "sparse attention"):
-        Server(shape, tmp_path)
+        ForebayConnector(config, KVConnectorRole.SCHEDULER, _kv(shape, 0))
 
 
 def test_layerwise_loads_from_a_cache_that_keeps_what_is_damaged_are_refused(tmp_path: Path) -> None:
