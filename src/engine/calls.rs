@@ -163,9 +163,10 @@ impl Engine {
             // upload partial chunks.
             others.retain(|_| inner.options.settings.save_unfull_chunk);
             let [told, others] = [told, others].map(|some| some.into_iter().map(|(_, key)| *key).collect::<Vec<_>>());
-            remote.remove((told.as_slice(), others.as_slice()), prompt.tenant())?;
+            let deleted = remote.remove((told.as_slice(), others.as_slice()), prompt.tenant());
             // Again: a fetch may have read a chunk before it was deleted there.
             log.remove(&keys)?;
+            deleted?;
         }
         Ok(there.into_iter().filter(|there| *there).count())
     }
@@ -180,8 +181,9 @@ impl Engine {
         let removed = log.remove_tenant(tenant)?;
         inner.sweep_memory(&log);
         if let Some(remote) = &inner.remote {
-            remote.clear(Some(tenant))?;
+            let deleted = remote.clear(Some(tenant));
             log.remove_tenant(tenant)?;
+            deleted?;
         }
         Ok(removed)
     }
@@ -196,8 +198,9 @@ impl Engine {
         log.clear()?;
         inner.sweep_memory(&log);
         if let Some(remote) = &inner.remote {
-            remote.clear(None)?;
+            let deleted = remote.clear(None);
             log.clear()?;
+            deleted?;
         }
         Ok(())
     }

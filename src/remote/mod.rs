@@ -98,6 +98,9 @@ impl RemoteOptions {
     }
 }
 
+/// A removal waits for uploads as long as for so many requests.
+const SETTLING: u32 = 20;
+
 /// What the tasks share.
 struct Shared {
     bucket: RemoteBucket,
@@ -264,7 +267,7 @@ impl Remote {
 
     /// Deletes the objects of `keys` and of `others`, which have left the drives. Only those of
     /// `keys` are listed by [`take_changes`](Self::take_changes). Waits for uploads of theirs that
-    /// are under way, as long as for a request.
+    /// are under way.
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there, or come.
@@ -272,7 +275,7 @@ impl Remote {
         let shared = Arc::clone(&self.shared);
         let (keys, others) = (keys.to_vec(), others.to_vec());
         let all: HashSet<ChunkKey> = keys.iter().chain(&others).copied().collect();
-        let have_ended = self.shared.uploads.settle(|key| all.contains(key), Instant::now() + self.timeout);
+        let have_ended = self.shared.uploads.settle(|key, _| all.contains(key), self.settled_by());
         self.delete(have_ended, async move {
             let names = keys.iter().chain(&others).map(|key| shared.name_of(key, tenant)).collect();
             shared.bucket.delete(names).await?;
@@ -287,7 +290,8 @@ impl Remote {
     /// As [`Remote::remove`].
     pub fn clear(&self, tenant: Option<u64>) -> Result<()> {
         let shared = Arc::clone(&self.shared);
-        let have_ended = self.shared.uploads.settle(|_| true, Instant::now() + self.timeout);
+        let is_meant = |its: Option<u64>| tenant.is_none() || its.is_none() || its == tenant;
+        let have_ended = self.shared.uploads.settle(|_, its| is_meant(its), self.settled_by());
         self.delete(have_ended, async move {
             let tenant = tenant.map(|tenant| format!("{tenant:016x}"));
             let parts = [Some(&*shared.namespace), Some(&*shared.shard), tenant.as_deref()];
@@ -297,6 +301,11 @@ impl Remote {
             if tenant.is_none() { shared.known.all_gone() } else { shared.known.forget() }
             Ok(())
         })
+    }
+
+    /// Until when a removal waits for uploads: a put may take several requests' time.
+    fn settled_by(&self) -> Instant {
+        Instant::now() + self.timeout * SETTLING
     }
 
     /// Does `work`; `have_ended` where no upload under way can undo it.

@@ -52,14 +52,25 @@ struct WaitingUpload {
     log: Weak<Log>,
     key: ChunkKey,
     tries: u32,
+    /// Since when its drive does not answer.
+    paused: Option<Instant>,
+}
+
+/// An upload under way.
+struct Underway {
+    number: u64,
+    key: ChunkKey,
+    /// It may have found its chunk on the drive.
+    has_begun: bool,
+    /// Its chunk's, once that is known.
+    tenant: Option<u64>,
 }
 
 /// The chunks that wait.
 #[derive(Default)]
 struct WaitingUploads {
     chunks: VecDeque<WaitingUpload>,
-    /// Uploads under way, with their numbers.
-    active: Vec<(u64, ChunkKey)>,
+    active: Vec<Underway>,
     /// The number of the next one.
     next: u64,
     /// Nothing comes into the queue any more.
@@ -89,7 +100,7 @@ impl Uploads {
         if waiting.chunks.len() >= MOST_WAITING {
             return Err(RemoteCause::QueueFull);
         }
-        waiting.chunks.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0 });
+        waiting.chunks.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0, paused: None });
         drop(waiting);
         self.more.notify_one();
         Ok(())
@@ -106,12 +117,12 @@ impl Uploads {
         true
     }
 
-    /// Waits until the uploads that are under way now have ended, of those whose chunks `which`
-    /// names; whether they had by `deadline`.
-    pub(super) fn settle(&self, which: impl Fn(&ChunkKey) -> bool, deadline: Instant) -> bool {
+    /// Waits until the uploads that have begun by now have ended, of those whose keys and tenants,
+    /// where these are known, `which` names; whether they had by `deadline`.
+    pub(super) fn settle(&self, which: impl Fn(&ChunkKey, Option<u64>) -> bool, deadline: Instant) -> bool {
         let mut waiting = self.waiting.lock();
         let next = waiting.next;
-        while waiting.active.iter().any(|(n, key)| *n < next && which(key)) {
+        while waiting.active.iter().any(|u| u.number < next && u.has_begun && which(&u.key, u.tenant)) {
             if self.less.wait_until(&mut waiting, deadline).timed_out() {
                 return false;
             }
@@ -138,7 +149,7 @@ impl Uploads {
                 if let Some(next) = waiting.chunks.pop_front() {
                     let number = waiting.next;
                     waiting.next += 1;
-                    waiting.active.push((number, next.key));
+                    waiting.active.push(Underway { number, key: next.key, has_begun: false, tenant: None });
                     return (next, number);
                 }
             }
@@ -160,7 +171,17 @@ impl Uploads {
     }
 
     fn ended(&self, number: u64) {
-        self.waiting.lock().active.retain(|(n, _)| *n != number);
+        self.waiting.lock().active.retain(|upload| upload.number != number);
+        self.less.notify_all();
+    }
+
+    /// An upload looks for its chunk, or has found it: a removal from here on waits for it.
+    fn begun(&self, number: u64, tenant: Option<u64>) {
+        let mut waiting = self.waiting.lock();
+        if let Some(upload) = waiting.active.iter_mut().find(|upload| upload.number == number) {
+            (upload.has_begun, upload.tenant) = (true, tenant);
+        }
+        drop(waiting);
         self.less.notify_all();
     }
 }
@@ -203,10 +224,10 @@ pub(super) async fn run(shared: Arc<Shared>) {
 }
 
 async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room: Room) {
-    let end = upload(&active.shared, &log, &chunk.key).await;
+    let end = upload(&active.shared, &log, (&chunk.key, active.number)).await;
     drop(room);
     active.is_counted = true;
-    let shared = &active.shared;
+    let shared = Arc::clone(&active.shared);
     let counters = &shared.counters;
     let again = |chunk, is_last| {
         if !shared.uploads.again(chunk, is_last) {
@@ -221,8 +242,14 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
         Ok(None) => drop(counters.present.fetch_add(1, Ordering::Relaxed)),
         Err(RemoteCause::CircuitOpen) => again(chunk, false),
         // Nothing of a drive that does not answer is found.
-        Err(RemoteCause::Gone) if !log.answers() && log.peek(&chunk.key).is_none() => {
+        Err(RemoteCause::Gone)
+            if log.is_paused()
+                && log.peek(&chunk.key).is_none()
+                && chunk.paused.get_or_insert_with(Instant::now).elapsed() < DRIVE_PATIENCE =>
+        {
+            active.is_counted = false;
             tokio::time::sleep(DRIVE_AGAIN).await;
+            active.is_counted = true;
             again(chunk, true);
         }
         Err(RemoteCause::Io | RemoteCause::TimedOut) if chunk.tries + 1 < TRIES => {
@@ -234,9 +261,15 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
 }
 
 /// Uploads a chunk; its bytes, or `None` where the store had it.
-async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
+async fn upload(
+    shared: &Shared,
+    log: &Arc<Log>,
+    (key, number): (&ChunkKey, u64),
+) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
+    shared.uploads.begun(number, None);
     let chunk = log.hold(key, LEASE).ok_or(RemoteCause::Gone)?;
+    shared.uploads.begun(number, Some(chunk.tenant));
     let name = shared.name_of(key, chunk.tenant);
     let mut replaces = known == Some(RemotePresence::Damaged);
     if !replaces {
@@ -278,7 +311,7 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
         }
         if log.peek(key).is_some() {
             // The upload of that store may have found the object before it was deleted.
-            let _ = shared.uploads.push(log, *key);
+            shared.uploads.push(log, *key)?;
         }
         return Err(RemoteCause::Gone);
     }
@@ -313,7 +346,7 @@ async fn has_expired(
 async fn is_on_a_drive(log: &Log, key: &ChunkKey) -> bool {
     let since = Instant::now();
     while log.peek(key).is_none() {
-        if log.answers() || since.elapsed() >= DRIVE_PATIENCE {
+        if !log.is_paused() || since.elapsed() >= DRIVE_PATIENCE {
             return false;
         }
         tokio::time::sleep(DRIVE_AGAIN).await;
@@ -383,15 +416,17 @@ mod tests {
     fn nothing_comes_into_a_closed_queue_and_only_what_is_under_way_is_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let uploads = Uploads::default();
-        let chunk = |n| WaitingUpload { log: Weak::new(), key: ChunkKey([n; 32]), tries: 0 };
+        let chunk = |n| WaitingUpload { log: Weak::new(), key: ChunkKey([n; 32]), tries: 0, paused: None };
         assert!(uploads.again(chunk(1), false) && uploads.again(chunk(2), false) && uploads.again(chunk(3), true));
         let (under_way, number) = runtime.block_on(uploads.next());
         assert_eq!((under_way.key, uploads.close(), uploads.len()), (ChunkKey([2; 32]), 2, 0));
         assert!(!uploads.wait(Instant::now()), "one is under way");
-        assert!(!uploads.settle(|key| *key == under_way.key, Instant::now()));
-        assert!(uploads.settle(|key| *key != under_way.key, Instant::now()));
+        assert!(uploads.settle(|_, _| true, Instant::now()), "it has not looked for its chunk yet");
+        uploads.begun(number, Some(7));
+        assert!(!uploads.settle(|key, tenant| *key == under_way.key && tenant == Some(7), Instant::now()));
+        assert!(uploads.settle(|key, _| *key != under_way.key, Instant::now()));
         assert!(!uploads.again(under_way, false), "it would wait for nobody");
         uploads.ended(number);
-        assert!(uploads.wait(Instant::now()) && uploads.settle(|_| true, Instant::now()) && uploads.len() == 0);
+        assert!(uploads.wait(Instant::now()) && uploads.settle(|_, _| true, Instant::now()) && uploads.len() == 0);
     }
 }

@@ -106,11 +106,14 @@ pub(in crate::log) fn write(shard_dir: &Path, floors: &Floors) -> Result<()> {
 /// it otherwise.
 fn belong_to_owner(shard_dir: &Path, path: &Path) -> Result<()> {
     let (Ok(wanted), Ok(is)) = (std::fs::metadata(shard_dir), std::fs::metadata(path)) else { return Ok(()) };
-    if (is.uid(), is.gid()) == (wanted.uid(), wanted.gid()) {
+    if is.uid() == wanted.uid() {
         return Ok(());
     }
-    let failed = |e| Error::io("cannot give the floors to the server's user", e).at(path).advice("run this as that user");
-    std::os::unix::fs::chown(path, Some(wanted.uid()), Some(wanted.gid())).map_err(failed)
+    std::os::unix::fs::chown(path, Some(wanted.uid()), Some(wanted.gid())).map_err(|e| {
+        // Left behind, it would keep the server from its cache.
+        drop(std::fs::remove_file(path));
+        Error::io("cannot give the floors to the server's user", e).at(path).advice("run this as that user")
+    })
 }
 
 fn flush(file: &DirectFile) -> Result<()> {

@@ -433,12 +433,19 @@ impl Lane {
         let mut state = self.state()?;
         let now = self.ctx.options.clock.boot_ns();
         let since = self.closed_early.load(Ordering::Relaxed);
-        if (since == 0 || now.saturating_sub(since) >= CLOSED_EARLY_EVERY.as_nanos() as u64) && wanted(&state) {
-            self.closed_early.store(now.max(1), Ordering::Relaxed);
-            state.segments.close_open();
-            drop(state);
-            self.work.notify_one();
+        let is_soon = since != 0 && now.saturating_sub(since) < CLOSED_EARLY_EVERY.as_nanos() as u64;
+        if is_soon || !state.segments.has_open() || !wanted(&state) {
+            return Ok(());
         }
+        if state.segments.ready() == 0 {
+            // Without another one puts would find no room, and reclaim none for what it keeps.
+            state.segments.want();
+            return Ok(());
+        }
+        self.closed_early.store(now.max(1), Ordering::Relaxed);
+        state.segments.close_open();
+        drop(state);
+        self.work.notify_one();
         Ok(())
     }
 

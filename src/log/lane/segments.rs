@@ -319,6 +319,11 @@ impl Segments {
         }
     }
 
+    /// Whether puts have a segment.
+    pub(in crate::log) fn has_open(&self) -> bool {
+        self.open.is_some()
+    }
+
     /// Whether the open segment is one of these.
     pub(in crate::log) fn is_open_among(&self, segments: &[(u32, u32)]) -> bool {
         self.open.is_some_and(|open| segments.iter().any(|(segment, _)| *segment == open))

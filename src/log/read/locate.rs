@@ -143,6 +143,12 @@ impl Log {
         self.ctx.check().is_ok() && self.volumes.iter().all(|v| v.answers.is_good() && !v.is_lost())
     }
 
+    /// Whether a drive that may answer again does not: of what lies on it nothing is found.
+    #[must_use]
+    pub fn is_paused(&self) -> bool {
+        self.volumes.iter().any(|v| !v.answers.is_good() && !v.is_lost())
+    }
+
     /// What the index says of a key that is stored. No lease, no I/O; does not count as a use.
     #[must_use]
     pub fn peek(&self, key: &ChunkKey) -> Option<ChunkInfo> {

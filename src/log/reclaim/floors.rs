@@ -57,7 +57,8 @@ fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
         let state = lane.state()?;
         (state.puts.oldest().is_some_and(|oldest| oldest <= highest), state.segments.may_hide_below(highest))
     };
-    if !waits && hides {
+    // Without holes what is left of it would be lost until its reclaim.
+    if !waits && hides && !lane.has_no_holes() {
         lane.close_open(|state| state.segments.may_hide_below(highest))?;
     }
     Ok(waits || hides)

@@ -5,7 +5,7 @@
 //! at its quota stores again only when whole segments have been reclaimed.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::evict;
@@ -46,8 +46,16 @@ fn give_up(volume: &Volume, lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Re
     let mut chosen = choose(lanes, tenant, bytes)?;
     if chosen.is_empty() {
         // All that it has may lie in the open segment, which no put of it would ever fill.
-        let open = lanes.iter().find(|lane| lane.role == LaneRole::Own);
-        open.iter().try_for_each(|lane| lane.close_open(|state| state.usage.of_tenant(tenant) > 0))?;
+        for lane in lanes.iter().filter(|lane| lane.role == LaneRole::Own) {
+            let mut uses = HashSet::new();
+            lane.table().for_each(|_, e| {
+                if tenant_of(e) == Some(tenant) {
+                    uses.insert((e.segment, e.epoch));
+                }
+            });
+            let uses: Vec<(u32, u32)> = uses.into_iter().collect();
+            lane.close_open(|state| state.segments.is_open_among(&uses))?;
+        }
     }
     for &lane in lanes {
         let of_lane: Vec<Entry> = chosen.extract_if(.., |(number, _)| *number == lane.number).map(|(_, e)| e).collect();

@@ -64,8 +64,17 @@ struct Plan {
 /// Reclaims the first segment, in the order of the policy, that is not leased; whether there was
 /// one.
 pub(super) fn reclaim_one(volume: &Volume) -> bool {
+    reclaim_first(volume, |_| true)
+}
+
+/// As [`reclaim_one`], of the lane that this process appends to.
+pub(super) fn reclaim_own(volume: &Volume) -> bool {
+    reclaim_first(volume, |lane| lane.role == LaneRole::Own)
+}
+
+fn reclaim_first(volume: &Volume, of: impl Fn(&Lane) -> bool) -> bool {
     let mut refused = HashSet::new();
-    while let Some(victim) = choose(volume, &refused) {
+    while let Some(victim) = choose(volume, &refused, &of) {
         match reclaim(volume, &victim) {
             Ok(true) => return true,
             Ok(false) => {}
@@ -118,13 +127,13 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
     over.map(|(number, _)| number).collect()
 }
 
-/// The next victim among the sealed segments of all lanes that this process holds.
-fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
+/// The next victim among the sealed segments of the lanes that this process holds and `of` names.
+fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>, of: impl Fn(&Lane) -> bool) -> Option<Victim> {
     let policy = policy_of(volume);
     let mut best: Option<(index::EvictionRank, Victim)> = None;
     // While holes fail on a file system that takes them, chunks would go and give no room.
     let gives_room = |lane: &&Arc<Lane>| !lane.has_no_holes() || lane.never_has_holes();
-    for lane in volume.lanes().held().filter(gives_room) {
+    for lane in volume.lanes().held().filter(gives_room).filter(|lane| of(lane)) {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (mut sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
         if lane.role == LaneRole::Adopted && lane.never_has_holes() {

@@ -31,7 +31,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                         || segment::reclaim_one(volume)
                         || !poor && orphans::remove_one(volume)
                 } else {
-                    segment::reclaim_one(volume)
+                    segment::reclaim_own(volume)
                 };
                 if !helped {
                     if poor && numbered {
