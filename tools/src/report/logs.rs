@@ -1,8 +1,8 @@
 //! fio's log files: a value for each sample interval, as fio writes them with `log_avg_msec`.
 //!
 //! A line is `time in ms, value, direction (0 read, 1 write), block size, priority`. The last two
-//! are 0, as in fio's own averages. An interval in which nothing ended, or for bandwidth nothing moved,
-//! has no line.
+//! are 0, as in fio's own averages. An interval in which nothing ended, or for bandwidth nothing
+//! moved, has no line.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;

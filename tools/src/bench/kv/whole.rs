@@ -1,9 +1,9 @@
 //! Loads and stores of whole prompts, several at once.
 //!
 //! The time of a job is that in which some worker loads or stores; filling and checking memory
-//! between them is not counted. Without `--verify` and `--keep` stores take their bytes from memory that was filled
-//! once. A job of stores that runs for a time goes on with prompts beyond its own: other keys, so
-//! that every store writes, and the cache evicts where it is full.
+//! between them is not counted. Without `--verify` and `--keep` stores take their bytes from memory
+//! that was filled once. A job of stores that runs for a time goes on with prompts beyond its own:
+//! other keys, so that every store writes, and the cache evicts where it is full.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
