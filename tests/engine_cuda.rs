@@ -254,6 +254,39 @@ fn a_callers_stream_that_is_late_holds_up_no_other_load() {
 }
 
 #[test]
+fn hits_of_a_load_layer_by_layer_are_copied_many_at_a_time() {
+    let mut w = world(Shape::all().pop().unwrap(), 0);
+    w.settings.gpu_staging = 64 << 20;
+    (w.settings.local_cpu, w.settings.max_local_cpu_size) = (true, 32 << 20);
+    let server = Server::new(0);
+    let compute = server.stream(true);
+    let engine = w.open();
+    let (chunks, layers) = (14, 2);
+    let n = chunks * CHUNK;
+    let (p, a) = stored(&w, &engine, n);
+    let b = w.kv();
+    let before = standin().get("cuMemcpyHtoDAsync_v2");
+    // Nothing is scattered, and no staging comes back, before the server's own work has ended.
+    compute.hold();
+    compute.fill_at(b.memories()[0].as_mut_ptr() as u64, 0xEE, 16);
+    let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
+    (request.stream, request.layerwise) = (Some(Stream(compute.handle())), Some(true));
+    let loading = engine.load(request).unwrap();
+    let all_of = before + (chunks * layers) as u64;
+    let until = Instant::now() + LONG;
+    while standin().get("cuMemcpyHtoDAsync_v2") < all_of && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let copied = standin().get("cuMemcpyHtoDAsync_v2");
+    compute.release();
+    assert_eq!(loading.wait().tokens, n);
+    assert_eq!(copied, all_of, "a step has a piece of a slot, not a slot");
+    assert_eq!(loading.memory_hits(), (chunks, chunks));
+    same("from memory, layer by layer", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+    drop((loading, engine));
+}
+
+#[test]
 fn cancelling_beside_a_late_stream_waits_for_the_memory() {
     let w = world(Shape::plain(), 0);
     let server = Server::new(0);

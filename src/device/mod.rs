@@ -49,6 +49,7 @@ pub(crate) use open::codec_of;
 pub use open::open_device;
 pub use region::HugePages;
 pub use rope::{RopeStyle, RopeTable};
+pub(crate) use staging::SlotPieces;
 
 internals!(use fence::{Fence, Point, add_fence});
 internals!(use frame::{Frame, FrameFill});

@@ -117,6 +117,13 @@ impl StagingPool {
         Some(Buf::new(StagingSlot { pool: Arc::clone(self), offset: slot as usize * self.slot_bytes, slot }))
     }
 
+    /// A free slot to be given away piece by piece, or none.
+    pub(crate) fn try_take_pieces(self: &Arc<Self>) -> Option<SlotPieces> {
+        let slot = self.free.lock().pop()?;
+        let slot = StagingSlot { pool: Arc::clone(self), offset: slot as usize * self.slot_bytes, slot };
+        Some(SlotPieces { slot: Arc::new(slot), used: 0 })
+    }
+
     /// Bytes of one slot.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
@@ -199,6 +206,58 @@ impl Drop for StagingSlot {
     }
 }
 
+/// A slot that is given away piece by piece. It comes back when this and all pieces are dropped.
+pub(crate) struct SlotPieces {
+    slot: Arc<StagingSlot>,
+    used: usize,
+}
+
+impl SlotPieces {
+    /// Bytes of the piece that [`SlotPieces::next`] gives for `bytes` bytes.
+    pub(crate) fn piece_bytes(bytes: usize) -> usize {
+        bytes.max(1).next_multiple_of(SMALL_ALIGN)
+    }
+
+    /// Whether there is a piece of at least `bytes` bytes left.
+    pub(crate) fn has(&self, bytes: usize) -> bool {
+        Self::piece_bytes(bytes) <= self.slot.len() - self.used
+    }
+
+    /// The next piece, of at least `bytes` bytes; `None` where the rest of the slot is smaller.
+    pub(crate) fn next(&mut self, bytes: usize) -> Option<Buf> {
+        let len = Self::piece_bytes(bytes);
+        if !self.has(bytes) {
+            return None;
+        }
+        let piece = StagingPiece { slot: Arc::clone(&self.slot), offset: self.used, len };
+        self.used += len;
+        Some(Buf::new(piece))
+    }
+}
+
+struct StagingPiece {
+    slot: Arc<StagingSlot>,
+    offset: usize,
+    len: usize,
+}
+
+// SAFETY: pieces of a slot do not overlap, as `SlotPieces` alone makes them, one behind the other,
+// and itself touches nothing; otherwise as the slot, which each piece holds.
+unsafe impl IoBuf for StagingPiece {
+    fn as_mut_ptr(&self) -> *mut u8 {
+        self.slot.as_mut_ptr().wrapping_add(self.offset)
+    }
+    fn len(&self) -> usize {
+        self.len
+    }
+    fn place(&self) -> MemorySpace {
+        self.slot.place()
+    }
+    fn region(&self) -> Option<(u64, usize)> {
+        self.slot.region().map(|(id, at)| (id, at + self.offset))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -235,6 +294,23 @@ mod tests {
         assert!(addresses.iter().all(|a| a % (64 << 10) == 0));
         drop(bufs.remove(2));
         assert_eq!(pool.try_take().unwrap().region().unwrap().1, 2 << 16);
+    }
+
+    #[test]
+    fn a_slot_in_pieces_comes_back_with_the_last_of_them() {
+        let pool = StagingPool::new(&options(128 << 10, 64 << 10)).unwrap();
+        let mut rest = pool.try_take_pieces().unwrap();
+        let pieces: Vec<Buf> = std::iter::from_fn(|| rest.next(20_000)).collect();
+        let places: Vec<_> = pieces.iter().map(|p| (p.region().unwrap().1, p.len())).collect();
+        assert_eq!(places, [(0, 20_480), (20_480, 20_480), (40_960, 20_480)]);
+        assert!(!rest.has(4097) && rest.has(4096) && rest.next(4096).is_some() && rest.next(1).is_none());
+        for (i, mut piece) in pieces.into_iter().enumerate() {
+            assert_eq!(pool.free(), 1);
+            piece.as_mut_slice().fill(i as u8);
+        }
+        assert_eq!(pool.free(), 1);
+        drop(rest);
+        assert_eq!(pool.free(), 2);
     }
 
     #[test]

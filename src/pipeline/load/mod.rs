@@ -135,6 +135,8 @@ pub(super) struct LoadInner {
     after: Vec<Fence>,
     deadline: Option<Instant>,
     started: Instant,
+    /// Bytes of staging of the largest step from the memory tier to an accelerator.
+    hit_bytes: usize,
     state: Mutex<LoadState>,
     changed: Condvar,
     pump: Arc<LoadPump>,

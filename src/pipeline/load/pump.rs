@@ -16,6 +16,7 @@
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
@@ -23,13 +24,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::state::{ChunkMemory, ReadStep};
+use super::state::{ChunkMemory, MEMORY_AHEAD, ReadStep};
 use super::{Load, LoadChunk, LoadInner, LoadResult, LoadSpec, LoadState};
-use crate::device::{Device, Gate, StagingPool};
+use crate::device::{Device, Gate, SlotPieces, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
 use crate::io::{AlignedBuf, Buf, MemorySpace, Mover, Rejected, Request};
 use crate::pipeline::cause::MissCause;
-use crate::pipeline::groups::{GroupLimits, layer_groups};
+use crate::pipeline::groups::{GroupLimits, GroupSpan, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
 use crate::tier::{MemoryTier, Rank};
 
@@ -68,6 +70,8 @@ struct Turns {
     queue: VecDeque<Arc<LoadInner>>,
     /// Loads with chunks in the memory tier that are to be copied to an accelerator.
     hits: VecDeque<Arc<LoadInner>>,
+    /// What is left of the slot of staging that was taken last for such chunks.
+    hit_slot: Option<SlotPieces>,
     /// A slot of staging that was taken and not used, for the next read or wipe.
     spare: Option<Buf>,
     /// No read is submitted, because a queue was full or the host had no memory; until a read ends
@@ -162,7 +166,8 @@ impl LoadPump {
             GroupLimits { group_bytes, layerwise: spec.layerwise, slot_bytes: self.pool.slot_bytes(), header_apart };
         let groups = layer_groups(&layouts, limits)?;
         let memory = self.options.memory.as_ref().map(|tier| in_memory(tier, &spec, header_apart)).unwrap_or_default();
-        let state = LoadState::new(&spec, groups, header_apart, memory);
+        let (hit_bytes, ahead) = self.hits_ahead(&layouts, &groups);
+        let state = LoadState::new(&spec, groups, header_apart, (memory, ahead));
         let finished = state.finished;
         if finished {
             self.count(state.result(), Duration::ZERO);
@@ -175,6 +180,7 @@ impl LoadPump {
             after: spec.after,
             deadline: spec.deadline,
             started: Instant::now(),
+            hit_bytes,
             state: Mutex::new(state),
             changed: Condvar::new(),
             pump: Arc::clone(self),
@@ -193,6 +199,18 @@ impl LoadPump {
         self.turns.lock().queue.push_back(Arc::clone(&inner));
         self.kick();
         Ok(Load { inner })
+    }
+
+    /// Bytes of staging of a load's largest step from the memory tier, and how many of its steps
+    /// from there may be under way: on an accelerator as many as fit into [`MEMORY_AHEAD`] slots.
+    /// Small steps, as of loads that go layer by layer, are as many bytes in flight then as large
+    /// ones, and each scatter waits anew for room among the server's kernels.
+    fn hits_ahead(&self, layouts: &[&SlotLayout], groups: &[Range<usize>]) -> (usize, usize) {
+        let Some((_, pool)) = &self.options.hits else { return (0, MEMORY_AHEAD) };
+        let bytes = |(layout, layers)| GroupSpan::of(layout, layers, false).map_or(0, |span| span.staging_bytes());
+        let steps = layouts.iter().flat_map(|layout| groups.iter().map(move |layers| (*layout, layers)));
+        let most = steps.map(bytes).max().unwrap_or(0);
+        (most, MEMORY_AHEAD * (pool.slot_bytes() / SlotPieces::piece_bytes(most)).max(1))
     }
 
     fn enlist(&self, load: &Arc<LoadInner>) -> bool {
@@ -325,28 +343,35 @@ impl LoadPump {
         let (_, pool) = self.options.hits.as_ref()?;
         loop {
             let mut turns = self.turns.lock();
-            if turns.hits.is_empty() {
-                return None;
-            }
-            let slot = pool.try_take()?;
-            let load = turns.hits.pop_front()?;
+            let most = turns.hits.front()?.hit_bytes;
+            let is_small = turns.hit_slot.as_ref().is_none_or(|slot| !slot.has(most));
+            let used = if is_small { std::mem::replace(&mut turns.hit_slot, pool.try_take_pieces()) } else { None };
+            let slot = turns.hit_slot.take();
+            let load = if slot.is_some() { turns.hits.pop_front() } else { None };
             drop(turns);
+            // After the lock: the hook of a slot that comes back kicks.
+            drop(used);
+            let (mut slot, load) = (slot?, load?);
             let (next, reads) = {
                 let mut state = load.state.lock();
                 (state.next_in_memory(), state.has_steps())
             };
+            let next = next.map(|(step, frame)| (slot.next(step.span.staging_bytes()), step, frame));
             let mut turns = self.turns.lock();
-            let Some((step, frame)) = next else {
-                if reads {
-                    push_once(&mut turns.queue, &load);
+            turns.hit_slot = Some(slot);
+            match next {
+                Some((Some(piece), step, frame)) => {
+                    push_once(&mut turns.hits, &load);
+                    return Some((load, step, frame, piece));
                 }
-                drop(turns);
-                // After the lock: the hook of a freed slot kicks.
-                drop(slot);
-                continue;
-            };
-            push_once(&mut turns.hits, &load);
-            return Some((load, step, frame, slot));
+                // No step is larger than `hit_bytes`.
+                Some((None, step, _)) => {
+                    drop(turns);
+                    load.not_copied(&step, MissCause::Internal);
+                }
+                None if reads => push_once(&mut turns.queue, &load),
+                None => {}
+            }
         }
     }
 

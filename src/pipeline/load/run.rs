@@ -79,7 +79,7 @@ impl LoadInner {
         });
     }
 
-    fn not_copied(self: &Arc<Self>, step: &ReadStep, cause: MissCause) {
+    pub(super) fn not_copied(self: &Arc<Self>, step: &ReadStep, cause: MissCause) {
         if step.in_memory {
             self.state.lock().end_in_memory();
         }

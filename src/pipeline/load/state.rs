@@ -38,8 +38,8 @@ use crate::tier::{Filling, Hit};
 const WHOLE_BATCH: usize = 8;
 
 /// Scatters from the memory tier that a load has under way at most, so that its reads, and other
-/// loads, get their turn on the workers.
-const MEMORY_AHEAD: usize = 8;
+/// loads, get their turn on the workers. On an accelerator: slots of staging for them.
+pub(super) const MEMORY_AHEAD: usize = 8;
 
 /// Where a chunk of a load lies beside the drive.
 #[derive(Default)]
@@ -140,8 +140,9 @@ pub(super) struct LoadState {
     in_memory: usize,
     /// As `cursor`, for the chunks in the memory tier.
     memory_cursor: usize,
-    /// Scatters from the memory tier that are under way.
+    /// Scatters from the memory tier that are under way, and that may be.
     from_memory: usize,
+    memory_ahead: usize,
     /// All that the caller asked for is among the chunks.
     complete: bool,
     result: LoadResult,
@@ -155,12 +156,13 @@ pub(super) struct LoadState {
 
 impl LoadState {
     /// The state of a load that reads `groups`; `by_order` where the server's memory is an
-    /// accelerator's. `memory` has for each chunk where it lies beside the drive.
+    /// accelerator's. `memory` has for each chunk where it lies beside the drive, and how many
+    /// scatters from there may be under way.
     pub(super) fn new(
         spec: &LoadSpec,
         groups: Vec<Range<usize>>,
         by_order: bool,
-        memory: Vec<ChunkMemory>,
+        (memory, memory_ahead): (Vec<ChunkMemory>, usize),
     ) -> Self {
         let chunks = &spec.chunks;
         let layers = spec.kv.layout().num_layers();
@@ -182,6 +184,7 @@ impl LoadState {
             first_failed: chunks.len(),
             in_memory: chunks.iter().filter(|c| c.from_memory).count(),
             memory_cursor: 0,
+            memory_ahead,
             from_memory: 0,
             judges_all: !spec.layerwise,
             first_damaged: None,
@@ -274,7 +277,7 @@ impl LoadState {
     /// of chunks that the tier does not have any more become reads on the way.
     pub(super) fn next_in_memory(&mut self) -> Option<(ReadStep, Buf)> {
         while !self.finished
-            && self.from_memory < MEMORY_AHEAD
+            && self.from_memory < self.memory_ahead
             && self.in_memory > 0
             && self.memory_cursor < self.groups.len() * self.chunks.len()
         {
