@@ -141,19 +141,20 @@ fn a_drive_that_is_late_holds_up_no_load_from_memory(on: On) {
     let late = Fault::Delay(Duration::from_secs(10));
     let faulty = World::plain()
         .with_read_faults(move |_, r| (r.op == Op::Read && switch.load(Ordering::SeqCst)).then_some(late));
-    let mut w = keeping(on(faulty), 200 << 10);
+    let mut w = keeping(on(faulty), 400 << 10);
     w.settings.io_timeout_ms = 60_000;
     let engine = w.open();
-    let (n, map) = (2 * CHUNK, slots(2 * CHUNK, 1));
-    let (a, p, others) = (w.kv().filled(1), prompt(&engine, n, 1), (2..10).map(|seed| prompt(&engine, n, seed)));
+    // More than a slot of staging.
+    let (n, map) = (6 * CHUNK, slots(6 * CHUNK, 1));
+    let (a, p, others) = (w.kv().filled(1), prompt(&engine, n, 1), (2..6).map(|seed| prompt(&engine, n, seed)));
     let others: Vec<_> = others.collect();
     for other in &others {
         store(&engine, other, &a, map.clone());
     }
-    assert_eq!(store(&engine, &p, &a, map.clone()).stored, 2);
+    assert_eq!(store(&engine, &p, &a, map.clone()).stored, 6);
     // It stays in memory, whatever others bring.
     let kept = engine.prefetch(&p, 0..n).unwrap();
-    assert_eq!(kept.wait().in_memory, 2);
+    assert_eq!(kept.wait().in_memory, 6);
     armed.store(true, Ordering::SeqCst);
     // What came first is not in memory any more. It waits for the drive, and holds all the staging
     // that it can get.
@@ -163,7 +164,7 @@ fn a_drive_that_is_late_holds_up_no_load_from_memory(on: On) {
         request.timeout_ms = Some(60_000);
         engine.load(request).unwrap()
     };
-    let hung: Vec<_> = others.iter().take(6).map(|other| start(other, &waiting)).collect();
+    let hung: Vec<_> = others.iter().take(3).map(|other| start(other, &waiting)).collect();
     let result = start(&p, &b).wait();
     assert_eq!(result.tokens, n, "{result:?}");
     assert_same("from memory", (&a, &map), (&b, &map));

@@ -70,6 +70,7 @@ struct LogSink {
     log: Arc<Log>,
     slot: SlotWriter,
     layout: SlotLayout,
+    drive: usize,
     id: FrameId,
     /// Uploads the chunk once it is published on the drive.
     remote: Option<Arc<Remote>>,
@@ -82,6 +83,10 @@ impl ChunkSink for LogSink {
 
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
         self.slot.request(offset, buf, done)
+    }
+
+    fn drive(&self) -> usize {
+        self.drive
     }
 
     fn submit(&self, request: Request) -> Result<(), Rejected> {
@@ -117,8 +122,8 @@ pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote
     match log.begin_put(spec) {
         Ok(PutOutcome::Started(put)) => {
             let id = FrameId { key: *put.key(), sequence: put.sequence() };
-            let layout = put.layout().clone();
-            Begun::Open(Arc::new(LogSink { log, slot: SlotWriter::new(put), layout, id, remote }))
+            let (layout, drive) = (put.layout().clone(), put.drive());
+            Begun::Open(Arc::new(LogSink { log, slot: SlotWriter::new(put), layout, drive, id, remote }))
         }
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
         Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec, remote),

@@ -54,6 +54,11 @@ pub trait ChunkSink: Send + Sync {
     /// A write of `buf` to `offset` of the slot. To write only a part of `buf`, change the request.
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
+    /// Number of the drive that it is on.
+    fn drive(&self) -> usize {
+        0
+    }
+
     /// Submits a request of this slot, also one that was rejected before; never blocks.
     ///
     /// # Errors

@@ -193,7 +193,8 @@ impl LoadPump {
             inner.end(MissCause::Closed);
             return Ok(Load { inner });
         }
-        if self.options.memory.is_some() {
+        let has_hits = inner.state.lock().has_hits();
+        if has_hits {
             inner.feed();
         }
         self.turns.lock().queue.push_back(Arc::clone(&inner));

@@ -273,6 +273,11 @@ impl LoadState {
         (wanted().filter(|c| c.from_memory).count(), wanted().count())
     }
 
+    /// Whether chunks were in the memory tier when the load began.
+    pub(super) fn has_hits(&self) -> bool {
+        self.in_memory > 0
+    }
+
     /// The next scatter from the memory tier, with its bytes; `None` where there is none now. Steps
     /// of chunks that the tier does not have any more become reads on the way.
     pub(super) fn next_in_memory(&mut self) -> Option<(ReadStep, Buf)> {

@@ -345,10 +345,11 @@ impl StorePump {
             let stores = shared.stores.clone();
             let retries = std::mem::take(&mut shared.retries);
             drop(shared);
-            retries.into_iter().for_each(Retry::again);
+            let refused = submit_again(retries);
             let waits = self.pass(&stores);
             drop(stores);
             shared = self.shared.lock();
+            shared.retries.splice(..0, refused);
             let wake = self.wake_at(&shared, waits);
             if shared.dirty {
                 continue;
@@ -430,4 +431,21 @@ impl StorePump {
         let room = waits.for_room.then(|| Instant::now() + ASK_AGAIN);
         deadlines.chain(patience).chain(retry).chain(room).min()
     }
+}
+
+/// Submits writes again, each queue's in their order until it refuses one; gives back those that
+/// are still to be submitted. Thousands may wait where the memory tier has room for them, and the
+/// first of a queue reaches its time-out first.
+fn submit_again(retries: Vec<Retry>) -> Vec<Retry> {
+    let (mut full, mut refused) = (Vec::new(), Vec::with_capacity(retries.len()));
+    for retry in retries {
+        let queue = retry.queue();
+        if full.contains(&queue) && !retry.is_over() {
+            refused.push(retry);
+        } else if let Some(retry) = retry.again() {
+            full.push(queue);
+            refused.push(retry);
+        }
+    }
+    refused
 }

@@ -9,7 +9,7 @@ use super::StoreInner;
 use super::state::{NextStep, StoreStep};
 use crate::device::{GatherJob, Gathered};
 use crate::error::{ErrorKind, Result};
-use crate::io::{Buf, Completion, Rejected, Request, copy_buf};
+use crate::io::{Buf, Completion, MemorySpace, Rejected, Request, copy_buf};
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::seam::{Begun, ChunkSink};
 use crate::tier::{Filling, Rank};
@@ -154,20 +154,29 @@ impl StoreInner {
         let done = Box::new(move |completion: Completion| store.write_done(&own_step, completion));
         let request = sink.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
-        self.write(step, sink, request, None);
+        if let Some(refused) = self.write(step, sink, request, None) {
+            self.pump.retry_later(refused);
+        }
     }
 
-    /// Submits a write; where the queue is full, again until the time-out. What hangs at the drive
-    /// keeps its place in the queue.
-    fn write(self: &Arc<Self>, step: StoreStep, sink: Arc<dyn ChunkSink>, request: Request, since: Option<Instant>) {
-        let Err(Rejected { request, error }) = sink.submit(request) else { return };
+    /// Submits a write, and gives it back where the queue is full: it is to be submitted again until
+    /// the time-out. What hangs at the drive keeps its place in the queue.
+    fn write(
+        self: &Arc<Self>,
+        step: StoreStep,
+        sink: Arc<dyn ChunkSink>,
+        request: Request,
+        since: Option<Instant>,
+    ) -> Option<Retry> {
+        let Err(Rejected { request, error }) = sink.submit(request) else { return None };
         let since = since.unwrap_or_else(Instant::now);
         if error.kind() == ErrorKind::Busy && since.elapsed() < self.pump.io_timeout() {
-            return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, request, since });
+            return Some(Retry { store: Arc::clone(self), step, sink, request, since });
         }
         drop(request);
         self.update(|state| state.not_written(&step, ShedCause::of(&error)));
         self.pump.notify();
+        None
     }
 
     fn write_done(&self, step: &StoreStep, Completion { result, buf, .. }: Completion) {
@@ -261,13 +270,26 @@ impl StoreInner {
 }
 
 impl Retry {
-    /// Submits the write again, unless its store is over.
-    pub(super) fn again(self) {
+    /// The queue that refused it: its drive's, for the memory that it writes from.
+    pub(super) fn queue(&self) -> (usize, Option<MemorySpace>) {
+        (self.sink.drive(), self.request.buf.as_ref().map(Buf::place))
+    }
+
+    /// Whether its store is over.
+    pub(super) fn is_over(&self) -> bool {
+        self.store.glance.finished.load(Ordering::Acquire)
+    }
+
+    /// Submits the write again, unless its store is over; gives it back where the queue is still
+    /// full.
+    pub(super) fn again(self) -> Option<Self> {
+        let is_over = self.is_over();
         let Self { store, step, sink, request, since } = self;
-        if !store.glance.finished.load(Ordering::Acquire) {
+        if !is_over {
             return store.write(step, sink, *request, Some(since));
         }
         drop(request);
         store.pump.notify();
+        None
     }
 }

@@ -45,6 +45,7 @@ struct Inside {
     running: bool,
     fates: HashMap<usize, Fate>,
     busy: usize,
+    refused: Vec<Seen>,
     log: Vec<Seen>,
     hanging: Vec<Buf>,
     bad: Vec<(usize, MissCause)>,
@@ -131,6 +132,11 @@ impl Disk {
         self.inside.lock().busy = n;
     }
 
+    /// The transfers that were refused as busy.
+    pub(super) fn refused(&self) -> Vec<Seen> {
+        self.inside.lock().refused.clone()
+    }
+
     /// From now on another process has stored a chunk before it is committed.
     pub(super) fn be_late(&self) {
         self.inside.lock().late = true;
@@ -210,11 +216,12 @@ impl Disk {
 
     fn submit(&self, slot: usize, request: Request) -> Result<(), Rejected> {
         let mut inside = self.inside.lock();
+        let seen = Seen { slot, offset: request.offset, write: request.op == Op::Write };
         if inside.busy > 0 {
             inside.busy -= 1;
+            inside.refused.push(seen);
             return Err(Rejected { request: Box::new(request), error: Error::new(ErrorKind::Busy, "injected") });
         }
-        let seen = Seen { slot, offset: request.offset, write: request.op == Op::Write };
         inside.log.push(seen);
         inside.queue.push_back(Pending { seen, request });
         self.changed.notify_all();

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -249,6 +250,26 @@ fn a_deadline_and_a_full_queue_end_a_store() {
     store.all_layers();
     assert_eq!(store.wait().shed(ShedCause::TimedOut), 1);
     w.disk.run();
+    w.assert_staging_free();
+}
+
+#[test]
+fn a_full_queue_is_asked_for_one_of_the_writes_that_wait() {
+    let w = World::new(4, 16);
+    let (slots, kv) = (w.slots(8), w.kv(8).filled(7));
+    w.disk.busy(usize::MAX);
+    let store = w.store(w.store_spec(&kv, &slots));
+    store.all_layers();
+    let mut tries = BTreeMap::new();
+    // All of staging, and the first one a few times more.
+    while tries.len() < 16 || tries.values().sum::<usize>() < 16 + 5 {
+        std::thread::sleep(Duration::from_millis(1));
+        tries.clear();
+        w.disk.refused().iter().for_each(|seen| *tries.entry((seen.slot, seen.offset)).or_insert(0) += 1);
+    }
+    assert_eq!(tries.values().filter(|n| **n > 1).count(), 1, "{tries:?}");
+    w.disk.busy(0);
+    assert_eq!(store.wait().stored, 8);
     w.assert_staging_free();
 }
 
