@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
+.PHONY: vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-server sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -207,17 +207,24 @@ sglang-ci: python
 sglang-test: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=10
 
-# An SGLang server on a machine with a GPU, with HiCache's storage and with the external linker: an answer, a restart, the same answer. Never run yet. MODEL is a path or a name, and
-# needs to be one that the external linker takes (docs/sglang.md); `python` has SGLang and Forebay.
+# Real SGLang without a GPU, with all of its processes: answers of KV that HiCache loads, after a
+# restart, kill -9 and damage. What is stood in for is named in tests/sglang/on_cpu/sitecustomize.py.
+# Needs a C++ compiler and OpenSSL's headers for SGLang's hash of pages, and some minutes.
+sglang-server: python
+	python=$$($(SGLANG)) && $$python tests/gpu/serve_sglang.py --device cpu --drive target --out target/sglang-server \
+		--parts same,restart,killed,damage --beside 1 --limit 300
+
+# Real SGLang on this machine's GPU: answers of KV that HiCache loads, after a restart, kill -9 and damage. `python` has SGLang and Forebay;
+# SGLANG_PARTS are those that `python tests/gpu/serve_sglang.py --help` names.
+SGLANG_PARTS ?= same,restart,killed,damage
 sglang-gpu:
-	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" hicache
-	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" linker
+	python tests/gpu/serve_sglang.py --drive "$(DIRECTORY)" --out target/sglang-gpu --parts $(SGLANG_PARTS)
 
 # Real vLLM on this machine's GPU: answers of loaded KV after restarts, kills and damage, and times to the first token. `python` has vLLM and
-# Forebay; PARTS are those that `python tests/gpu/vllm.py --help` names.
-PARTS ?= same,restart,damage,killed,layerwise,memory,server,drive,ram,blend
+# Forebay; PARTS are those that `python tests/gpu/serve_vllm.py --help` names.
+PARTS ?= same,restart,damage,killed,layerwise,memory,prefetch,server,drive,ram,overlap,blend
 vllm-gpu:
-	python tests/gpu/vllm.py --drive "$(DIRECTORY)" --out target/vllm-gpu --parts $(PARTS)
+	python tests/gpu/serve_vllm.py --drive "$(DIRECTORY)" --out target/vllm-gpu --parts $(PARTS)
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python
