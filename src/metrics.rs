@@ -72,7 +72,8 @@ impl Histogram {
         let buckets = self.buckets.iter().enumerate().map(bucket).collect();
         let mut proto = ProtoHistogram::default();
         proto.set_bucket(buckets);
-        proto.set_sample_count(self.count());
+        // An observation is counted last, and may have come between the two.
+        proto.set_sample_count(self.count().max(below));
         proto.set_sample_sum(self.sum().as_secs_f64());
         proto
     }

@@ -293,4 +293,18 @@ fn none_is_how_a_setting_without_a_value_is_written() {
         .load()
         .unwrap();
     assert_eq!((settings.max_held_blocks, settings.recompute_tokens_per_s), (None, None));
+    let texts = ["fingerprint", "remote_url", "remote_serde", "blend_special_str"];
+    let lists = ["blend_check_layers", "blend_recompute_ratios", "blend_thresholds"];
+    let none = texts.iter().chain(&lists).fold(Loader::bare(), |loader, key| loader.set(*key, "none"));
+    let (settings, _) = none.env([("FOREBAY_FINGERPRINT", "of the weights")]).load().unwrap();
+    assert_eq!((settings.fingerprint, settings.remote_url, settings.blend_special_str), (None, None, None));
+    assert!(settings.blend_check_layers.is_empty() && settings.blend_thresholds.is_empty());
+}
+
+#[test]
+fn texts_from_the_environment_are_taken_as_they_are() {
+    for (written, meant) in [(" # # ", " # # "), ("\" # # \"", " # # "), ("[SEP]", "[SEP]"), ("{x}", "{x}")] {
+        let (settings, _) = Loader::bare().env([("FOREBAY_BLEND_SPECIAL_STR", written)]).load().unwrap();
+        assert_eq!(settings.blend_special_str.as_deref(), Some(meant), "{written:?}");
+    }
 }

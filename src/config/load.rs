@@ -23,6 +23,8 @@ const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const OWN_PREFIX: &str = "FOREBAY_";
 const LMCACHE_PREFIX: &str = "LMCACHE_";
 const CONFIG_FILE: &str = "CONFIG_FILE";
+/// Settings whose value in a variable is its text as it is, not trimmed and not taken for YAML.
+const TEXTS: [&str; 4] = ["blend_special_str", "fingerprint", "remote_serde", "remote_url"];
 /// A key that code may give to name a settings file. It is not a setting.
 const FILE_KEY: &str = "config_file";
 /// A settings file has a few lines; a larger one was named by mistake.
@@ -239,7 +241,10 @@ impl Loader {
                     .advice("write the value in UTF-8"));
             };
             let origin = Origin::Env(name.clone());
-            layer.entry(key.to_ascii_lowercase(), env_value(text, &origin)?, &origin)?;
+            let key = key.to_ascii_lowercase();
+            let value =
+                if TEXTS.contains(&key.as_str()) { Value::from(unquoted(text)) } else { env_value(text, &origin)? };
+            layer.entry(key, value, &origin)?;
         }
         Ok(layer.layer)
     }
@@ -262,8 +267,13 @@ fn env_value(text: &str, origin: &Origin) -> Result<Value> {
                 .advice("quote it for the shell, for example '{\"cache_dir\": \"/mnt/nvme\"}'")
         });
     }
-    let unquoted = ['"', '\''].iter().find_map(|quote| text.strip_prefix(*quote)?.strip_suffix(*quote));
-    Ok(Value::from(unquoted.unwrap_or(text)))
+    Ok(Value::from(unquoted(text)))
+}
+
+/// A text without the quotes around it.
+fn unquoted(text: &str) -> &str {
+    let inside = ['"', '\''].iter().find_map(|quote| text.strip_prefix(*quote)?.strip_suffix(*quote));
+    inside.unwrap_or(text)
 }
 
 fn read_file(path: &Path) -> std::io::Result<String> {

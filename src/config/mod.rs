@@ -187,6 +187,7 @@ pub struct Settings {
     #[serde(deserialize_with = "value::loose")]
     pub lease_share: f64,
     /// The user's own addition to the identity of the stored KV, such as a digest of the weights.
+    #[serde(deserialize_with = "value::loose")]
     pub fingerprint: Option<String>,
     /// Milliseconds until a load of a serving engine counts as failed; 0 loads nothing.
     #[serde(deserialize_with = "value::loose")]
@@ -217,9 +218,11 @@ pub struct Settings {
     #[serde(deserialize_with = "value::loose")]
     pub enable_rdma: bool,
     /// Address of an object store below the drives; `None` for no remote tier.
+    #[serde(deserialize_with = "value::loose")]
     pub remote_url: Option<String>,
     /// LMCache's name of the encoding in the remote tier: only `naive`, which is none; `None` for
     /// the same.
+    #[serde(deserialize_with = "value::loose")]
     pub remote_serde: Option<String>,
     /// Milliseconds that one request to the remote tier may take, for each 8 MiB that it moves.
     #[serde(deserialize_with = "value::loose")]
@@ -252,6 +255,7 @@ pub struct Settings {
     pub blend_recompute_ratios: Vec<f64>,
     /// Text that separates segments, for requests that ask for a blend and do not say where their
     /// segments are; `None` for no such requests.
+    #[serde(deserialize_with = "value::loose")]
     pub blend_special_str: Option<String>,
     /// How far a token must be from what is stored, as a share of its own size, to be computed
     /// anew: one for each of `blend_check_layers`, or none.

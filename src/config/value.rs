@@ -99,10 +99,17 @@ impl<T: Loose> Loose for Option<T> {
     }
 }
 
+impl Loose for String {
+    fn loose(value: &Value) -> Result<Self, String> {
+        value.as_str().map(str::to_owned).ok_or_else(|| format!("{} is not text; write it in quotes", show(value)))
+    }
+}
+
 fn list<T: Loose>(value: &Value) -> Result<Vec<T>, String> {
+    let is_none = |text: &str| text.is_empty() || text.eq_ignore_ascii_case("none");
     match value {
         Value::Array(items) => items.iter().map(T::loose).collect(),
-        Value::String(text) if text.trim().is_empty() => Ok(Vec::new()),
+        Value::String(text) if is_none(text.trim()) => Ok(Vec::new()),
         Value::String(text) => text.split(',').map(|item| T::loose(&Value::from(item.trim()))).collect(),
         single => T::loose(single).map(|item| vec![item]),
     }

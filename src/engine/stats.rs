@@ -17,8 +17,9 @@ use crate::tier::MemoryStats;
 #[derive(Debug, Default)]
 pub(super) struct EngineCounters {
     pub(super) lookups: AtomicU64,
-    pub(super) looked_up_tokens: AtomicU64,
     pub(super) matched_tokens: AtomicU64,
+    /// Looked up and not found: counted apart, as a difference of two counters could fall.
+    pub(super) missed_tokens: AtomicU64,
     pub(super) lookup_seconds: Histogram,
     pub(super) hash_seconds: Histogram,
 }
@@ -26,8 +27,8 @@ pub(super) struct EngineCounters {
 impl EngineCounters {
     pub(super) fn lookup(&self, tokens: usize, matched: usize, took: Duration) {
         self.lookups.fetch_add(1, Ordering::Relaxed);
-        self.looked_up_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
         self.matched_tokens.fetch_add(matched as u64, Ordering::Relaxed);
+        self.missed_tokens.fetch_add(tokens.saturating_sub(matched) as u64, Ordering::Relaxed);
         self.lookup_seconds.observe(took);
     }
 }
@@ -162,11 +163,12 @@ impl EngineInner {
     pub(super) fn stats(&self) -> EngineStats {
         let (pipeline, of) = (&self.pipeline, self.pipeline.stats());
         let get = |a: &AtomicU64| a.load(Ordering::Relaxed);
+        let (matched, missed) = (get(&self.counters.matched_tokens), get(&self.counters.missed_tokens));
         let mut stats = EngineStats {
             up: self.log().is_some(),
             lookups: get(&self.counters.lookups),
-            looked_up_tokens: get(&self.counters.looked_up_tokens),
-            matched_tokens: get(&self.counters.matched_tokens),
+            looked_up_tokens: matched + missed,
+            matched_tokens: matched,
             loads: of.loads(),
             active_loads: pipeline.active_loads(),
             loaded_tokens: of.loaded_tokens(),

@@ -176,8 +176,11 @@ impl AdmissionState {
     /// A chunk that is stored was of use.
     pub fn used(&mut self, tag: u64) {
         if self.policy != AdmissionPolicy::All
-            && let Some(name) = self.name(tag)
+            && let Some(mut name) = self.name(tag)
         {
+            // It may have come by another process, `forebay warm` or the remote tier after it was
+            // refused here: what follows it is behind a stored chunk now.
+            name.refused = false;
             self.returned(tag, name);
         }
     }

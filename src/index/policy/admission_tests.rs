@@ -42,6 +42,15 @@ fn what_follows_a_refused_chunk_is_refused_though_its_name_is_known() {
 }
 
 #[test]
+fn what_follows_a_chunk_that_others_have_stored_is_not_refused_for_it() {
+    let mut second = AdmissionState::new(AdmissionPolicy::SecondTouch, 100);
+    assert!(!second.offer(&chunk(1, 0)));
+    second.used(chunk(1, 0).tag);
+    assert!(!second.offer(&chunk(1, 1)), "its own first time");
+    assert!(second.offer(&chunk(1, 1)));
+}
+
+#[test]
 fn names_are_forgotten_by_generations_and_bounded() {
     let mut second = AdmissionState::new(AdmissionPolicy::SecondTouch, 1);
     for chain in 0..50_000 {

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use forebay::config::{Loader, Mode, Settings};
+use forebay::config::{Loader, Mode, Settings, Warning};
 use forebay::io::{IoOptions, IoPath, open_drive};
 use forebay::{Error, Result};
 use serde::Serialize;
@@ -194,7 +194,7 @@ fn settings(args: &ProbeArgs, findings: &mut Vec<Finding>) -> Settings {
     let loader = args.remote.iter().fold(loader, |loader, url| loader.set("remote_url", url.as_str()));
     match loader.load() {
         Ok((settings, warnings)) => {
-            findings.extend(warnings.into_iter().map(|w| Finding::warn("settings", w.message, w.advice)));
+            findings.extend(warnings.into_iter().map(of_setting));
             settings
         }
         Err(e) => {
@@ -202,6 +202,13 @@ fn settings(args: &ProbeArgs, findings: &mut Vec<Finding>) -> Settings {
             Settings::default()
         }
     }
+}
+
+/// A setting that has no effect, or another one than it seems.
+fn of_setting(warning: Warning) -> Finding {
+    let from = warning.origin.map(|origin| format!(" ({origin})")).unwrap_or_default();
+    let advice = if warning.advice.is_empty() { "remove it".to_owned() } else { warning.advice };
+    Finding::warn("settings", format!("{}{from}: {}", warning.key, warning.message), advice)
 }
 
 fn probe_path(path: &Path, mode: Mode) -> Result<PathFound> {

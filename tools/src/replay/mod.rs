@@ -56,7 +56,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_delimiter = ',', value_enum, default_value = "all", value_name = "NAME,…")]
     pub(crate) admission: Vec<AdmissionKind>,
     /// With --admission adaptive: share of the hits that it may cost by its own estimate.
-    #[arg(long, default_value = "0.06", value_name = "SHARE")]
+    #[arg(long, default_value = "0.06", value_parser = share, value_name = "SHARE")]
     pub(crate) admission_loss: f64,
     /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated
     /// caches of single chunks, and for one real log, with the engine's own tier.
@@ -123,6 +123,12 @@ Examples:
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8
   forebay replay trace.jsonl --policy lru --segment-tokens 131072 --model qwen3-32b";
+
+/// A share as settings take it.
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().map_err(|e| e.to_string())?;
+    if (0.0..=1.0).contains(&share) { Ok(share) } else { Err("write a share from 0 to 1".to_owned()) }
+}
 
 /// Which blocks are stored, by the names that settings give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
