@@ -156,6 +156,15 @@ def test_what_was_removed_between_lookup_and_load_is_computed(cache: Path) -> No
 
 
 @pytest.mark.ci
+def test_a_time_of_0_loads_nothing(cache: Path) -> None:
+    with served(cache, more={"load_timeout_ms": 0}) as server:
+        server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache, more={"load_timeout_ms": 0}) as server:
+        assert server.match(server.request([*prompt(4), *MORE])) == 0
+
+
+@pytest.mark.ci
 def test_a_load_that_is_late_ends_in_time_and_nothing_is_promised_for_a_while(cache: Path) -> None:
     with served(cache) as server:
         server.compute(prompt(4), seed=1)

@@ -13,7 +13,7 @@ import forebay
 import pytest
 import torch
 import world
-from forebay.sglang import identity
+from forebay.sglang import identity, storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from world import backend, config, content, fill, mha, mla, names, pages, weight_updater
@@ -128,6 +128,26 @@ def test_other_weights_and_arguments_are_another_model(tmp_path: Path) -> None:
     assert len({one, *others}) == len(others) + 1
 
 
+def test_files_that_were_made_anew_in_their_place_are_other_ones(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+
+    def of(contents: bytes, **given: Any) -> str:
+        place.write_bytes(contents)
+        return identity.of(SimpleNamespace(**({"model_path": "org/name"} | given)), "0.5.23", "")
+
+    for given in ({"model_path": str(place)}, {"quantization_param_path": str(place)}, {"speculative_draft_model_path": str(place)}):
+        assert of(b"one", **given) == of(b"one", **given) != of(b"two", **given), given
+    assert of(b"", forward_hooks=[{"name": "steer"}]) != of(b"")
+
+
+def test_weights_of_another_server_need_a_name(tmp_path: Path) -> None:
+    for given in ({"load_format": "remote_instance"}, {"weight_cache_mode": "client"}):
+        lent = SimpleNamespace(model_path=str(tmp_path), **given)
+        with pytest.raises(forebay.Unsupported, match="fingerprint"):
+            identity.of(lent, "0.5.23", "")
+        assert identity.of(lent, "0.5.23", "step 7") != identity.of(lent, "0.5.23", "step 8")
+
+
 def test_models_of_the_hub_whose_weights_lie_in_a_download_dir_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang fetches the configuration to the hub's cache, and the weights alone to --download-dir.
     hub, fetched = tmp_path / "hub", tmp_path / "fetched"
@@ -213,6 +233,19 @@ def test_a_draft_of_its_own_k_and_v_beside_mla_is_for_one_rank(cache: Path) -> N
         assert HybridCacheController.should_backup(sglangs, transfer[0]) is (rank == 0)
         with pytest.raises(Exception, match="draft.*tensor-parallel"), backend(given, kv, draft=draft):
             pass
+
+
+def test_latent_kv_of_one_writer_that_others_cannot_find_is_refused(cache: Path) -> None:
+    for rank in range(2):
+        given = config(cache, is_mla=True, tp=(rank, 2), attn_cp_rank=rank, attn_cp_size=2)
+        assert given.is_storage_writer is (rank == 0), "SGLang stores nothing of the second part"
+        with pytest.raises(Exception, match="context parallelism"), backend(given, mla()):
+            pass
+    args = SimpleNamespace(nnodes=2, tp_size=16, pp_size=1)
+    with pytest.raises(forebay.Unsupported, match="several machines"):
+        storage._refuse(config(cache, is_mla=True, tp=(0, 16)), args)
+    storage._refuse(config(cache, is_mla=True, tp=(0, 8)), args)
+    storage._refuse(config(cache, tp=(0, 16)), args)
 
 
 def asked(name: PoolName, keys: list[str], policy: PoolHitPolicy) -> PoolTransfer:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import forebay
 from forebay.vllm.identity import weights_digest
 
 #: What SGLang is started with that changes what it computes, or how it lays it out.
@@ -31,19 +32,25 @@ ARGUMENTS = (
     "swa_full_tokens_ratio",
     "mamba_ssm_dtype",
 )
-#: Others that quantize or replace weights as they are loaded. They count where they are given only.
-LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_extra_config", "rl_quant_profile")
+#: Others that quantize or replace weights as they are loaded, or change what layers give. They count where they are given only.
+LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_extra_config", "rl_quant_profile", "forward_hooks")
 
 
 def of(server_args: Any, version: str, fingerprint: str) -> str:
     """A short digest of every part. `fingerprint` is what the user adds, such as a digest of the weights."""
+    lent = getattr(server_args, "load_format", None) == "remote_instance" or getattr(server_args, "weight_cache_mode", None) == "client"
+    if lent and not fingerprint:
+        raise forebay.Unsupported(
+            "SGLang takes its weights from another server, and does not tell which these are; give `fingerprint` in the extra config, a "
+            "name for them, or start SGLang with weights from files"
+        )
     path = str(getattr(server_args, "model_path", None))
     given = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
     seed = str(getattr(server_args, "random_seed", None)) if given["load_format"] == "dummy" else None
     revision, fetched_to = getattr(server_args, "revision", None), getattr(server_args, "download_dir", None)
-    folder = local_folder(path, revision)
-    weights = None if folder is None else weights_digest(str(folder))
-    if weights is None and fetched_to is not None and (snapshot := snapshot_folder(path, revision, fetched_to)) is not None:
+    folder = Path(path).parent if Path(path).is_file() else local_folder(path, revision)
+    weights = weights_digest(path) if folder is None or Path(path).is_file() else weights_digest(str(folder))
+    if weights is None and (snapshot := snapshot_folder(path, revision, fetched_to)) is not None:
         weights = weights_digest(str(snapshot))
     parts = {
         "sglang": version,
@@ -60,6 +67,12 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
         parts["loading"] = loading
     if found := adapters(getattr(server_args, "lora_paths", None)):
         parts["adapters"] = found
+    # What may be made anew in its place.
+    if scales := getattr(server_args, "quantization_param_path", None):
+        parts["scales"] = file_digest(Path(scales))
+    if draft := getattr(server_args, "speculative_draft_model_path", None):
+        place = local_folder(str(draft), getattr(server_args, "speculative_draft_model_revision", None)) or Path(draft)
+        parts["draft"] = [weights_digest(str(place)), config_digest(place)]
     return digest(parts)
 
 
@@ -96,8 +109,8 @@ def local_folder(path: str, revision: str | None, name: str = "config.json") -> 
     return Path(found).parent if isinstance(found, str) else None
 
 
-def snapshot_folder(path: str, revision: str | None, cache_dir: str) -> Path | None:
-    """Where SGLang has fetched a model of the hub to with --download-dir; None where it is not there. Nothing is fetched."""
+def snapshot_folder(path: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    """Where SGLang has fetched a model of the hub to, with --download-dir or without; None where it is not there. Nothing is fetched."""
     try:
         from huggingface_hub import snapshot_download
 
@@ -108,7 +121,12 @@ def snapshot_folder(path: str, revision: str | None, cache_dir: str) -> Path | N
 
 def config_digest(folder: Path, name: str = "config.json") -> str | None:
     """Digest of the model's configuration, rotary parameters among it."""
+    return file_digest(folder / name)
+
+
+def file_digest(path: Path) -> str | None:
+    """Digest of a small file; None where it cannot be read."""
     try:
-        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None

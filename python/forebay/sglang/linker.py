@@ -131,6 +131,8 @@ class Linker(UnifiedCacheLinker):
                 "mode: rw, or use HiCache (docs/sglang.md)"
             )
         self._timeout_ms = int(resolved["load_timeout_ms"])
+        # As for other servers, 0 loads nothing.
+        self._is_loading = self._timeout_ms > 0
         self._group = resolve_hybrid_device_pool_group(
             kvcache=params.token_to_kv_pool_allocator.get_kvcache(),
             page_size=params.page_size,
@@ -179,7 +181,7 @@ class Linker(UnifiedCacheLinker):
         self._promises.pop(rid, None)
         given = {transfer.name: list(transfer.keys or ()) for transfer in transfers}
         keys = given.get(PoolName.KV, [])
-        if not keys or now < self._nothing_until or not set(self._sources) <= set(given):
+        if not self._is_loading or not keys or now < self._nothing_until or not set(self._sources) <= set(given):
             return []
         pages, pins = self._sources[PoolName.KV].find(keys, self._timeout_ms)
         ends, kept = list(range(1, pages + 1)), [pins]

@@ -87,7 +87,7 @@ class Pages:
             )
         page_size = getattr(pool, "page_size", 1) or 1
         regions = _regions(pool, page_size) if in_place else ()
-        flat = None if regions else _flat_bytes(name, pool)
+        flat = None if regions else _flat_bytes(name, pool, page_size)
         described = {key: str(getattr(pool, key)) for key in PROPERTIES if hasattr(pool, key)}
         what = digest([name, type(pool).__name__, described, regions, flat])
         return Pages(pool, page_size, f"{name}-{what}-{_rank(pool, config)}", regions)
@@ -139,16 +139,17 @@ def _regions(pool: Any, page_size: int) -> tuple[int, ...]:
     return tuple(int(size) for size in described[1]) if described else ()
 
 
-def _flat_bytes(name: str, pool: Any) -> int:
+def _flat_bytes(name: str, pool: Any, page_size: int) -> int:
     """Bytes of a page's flat form; refuses a pool that has neither form."""
     try:
         pool.get_data_page(0)
         page = pool.get_dummy_flat_data_page()
     except (NotImplementedError, ValueError) as error:
         layout = getattr(pool, "layout", None)
+        has_regions = bool(_regions(pool, page_size))
+        advice = 'give "interface_v1": 1 in the extra config' if has_regions else "start SGLang with --hicache-mem-layout page_first"
         raise forebay.Unsupported(
-            f"SGLang's pool {name} ({type(pool).__name__}) cannot say where a page of layout {layout} lies: {error}; start SGLang with "
-            "--hicache-mem-layout page_first"
+            f"SGLang's pool {name} ({type(pool).__name__}) cannot copy a page of layout {layout}, or say where it lies: {error}; {advice}"
         ) from error
     return page.numel() * page.element_size()
 

@@ -69,11 +69,11 @@ class HiCache(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Opens the cache."""
         version = versions.require("--hicache-storage-backend")
-        _refuse(storage_config)
         from sglang.srt.runtime_context import get_server_args
 
         # What SGLang was started with, also where a backend is attached later.
         server_args = get_server_args()
+        _refuse(storage_config, server_args)
         weights.watch(is_start=server_args.hicache_storage_backend == "dynamic")
         settings = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in SGLANGS_KEYS}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
@@ -106,7 +106,13 @@ class HiCache(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name != str(PoolName.KV):
-            self._pools[name] = Pages.of(name, host_pool, self._config, in_place=True)
+            try:
+                self._pools[name] = Pages.of(name, host_pool, self._config, in_place=True)
+            except forebay.Unsupported:
+                # Where it is attached later, SGLang goes on without this pool, and what it stores
+                # would never be found.
+                self.close()
+                raise
             self._declare(self._pools[name])
 
     # Questions.
@@ -331,7 +337,7 @@ class _Moved:
         return taken
 
 
-def _refuse(config: HiCacheStorageConfig) -> None:
+def _refuse(config: HiCacheStorageConfig, server_args: Any) -> None:
     """What would give wrong or useless answers is refused at the start."""
     if config.should_split_heads:
         raise forebay.Unsupported(
@@ -340,6 +346,23 @@ def _refuse(config: HiCacheStorageConfig) -> None:
         )
     if config.dcp_size > 1:
         raise forebay.Unsupported("decode context parallelism: SGLang offers it to its own backends only; start without it")
+    if not config.is_mla_model:
+        return
+    # One rank stores what all of them hold, and a prompt is found where all of them find it.
+    machines = getattr(server_args, "nnodes", None) or 1
+    ranks = (getattr(server_args, "tp_size", None) or 1) * (getattr(server_args, "pp_size", None) or 1)
+    if machines > 1 and config.tp_size > ranks // machines:
+        raise forebay.Unsupported(
+            "HiCache for a model with latent KV (MLA) whose tensor-parallel ranks are on several machines: SGLang stores from the first rank "
+            "alone, and the others find nothing on their own drives; use one server for each machine, or --enable-dp-attention with as many "
+            "groups as machines"
+        )
+    has_groups = getattr(server_args, "enable_dp_attention", False) and (getattr(server_args, "dp_size", None) or 1) > 1
+    if config.attn_cp_size > 1 and not has_groups:
+        raise forebay.Unsupported(
+            "HiCache for a model with latent KV (MLA) and prefill context parallelism: SGLang stores the part of the first rank alone, and no "
+            "prompt would be found; start SGLang without it, or without Forebay"
+        )
 
 
 def _whole(target: torch.Tensor) -> torch.Tensor:

@@ -129,15 +129,19 @@ def _text(hf_config: Any) -> str:
 
 
 def weights_digest(path: str) -> str | None:
-    """Digest over names, sizes and samples of the weights in a local directory; None where `path` is no directory that has any.
+    """Digest over names, sizes and samples of the weights in a local directory, or of a file of weights; None where `path` is
+    neither.
 
     Samples rather than whole files, so that a start does not read the weights twice. They notice retrained weights, not a
     change of a few values in place.
     """
-    folder = Path(path)
-    if not folder.is_dir():
+    place = Path(path)
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        files = [f for f in sorted(place.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
+    else:
         return None
-    files = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
     if not files:
         return None
     digest = hashlib.sha256()

@@ -12,6 +12,8 @@
 //!   spare for the next, and given back when no load waits.
 //! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was
 //!   added.
+//! - Staging for hits comes from a pool of its own. Its slots are given away in pieces, and what is
+//!   left of the last one is kept for the next hit.
 //! - No lock is held while a read is submitted or a callback runs.
 
 use std::cmp::Reverse;
@@ -358,11 +360,17 @@ impl LoadPump {
                 (state.next_in_memory(), state.has_steps())
             };
             let next = next.map(|(step, frame)| (slot.next(step.span.staging_bytes()), step, frame));
+            let has_more = slot.has(most);
             let mut turns = self.turns.lock();
             turns.hit_slot = Some(slot);
             match next {
                 Some((Some(piece), step, frame)) => {
-                    push_once(&mut turns.hits, &load);
+                    // A turn is a slot: one that loads shared would come back with the latest.
+                    if has_more {
+                        push_first(&mut turns.hits, Arc::clone(&load));
+                    } else {
+                        push_once(&mut turns.hits, &load);
+                    }
                     return Some((load, step, frame, piece));
                 }
                 // No step is larger than `hit_bytes`.
