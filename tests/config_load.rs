@@ -307,4 +307,6 @@ fn texts_from_the_environment_are_taken_as_they_are() {
         let (settings, _) = Loader::bare().env([("FOREBAY_BLEND_SPECIAL_STR", written)]).load().unwrap();
         assert_eq!(settings.blend_special_str.as_deref(), Some(meant), "{written:?}");
     }
+    let (settings, _) = Loader::bare().env([("FOREBAY_FINGERPRINT", "[7]\n")]).load().unwrap();
+    assert_eq!(settings.fingerprint.as_deref(), Some("[7]"));
 }

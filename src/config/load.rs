@@ -23,8 +23,10 @@ const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const OWN_PREFIX: &str = "FOREBAY_";
 const LMCACHE_PREFIX: &str = "LMCACHE_";
 const CONFIG_FILE: &str = "CONFIG_FILE";
-/// Settings whose value in a variable is its text as it is, not trimmed and not taken for YAML.
-const TEXTS: [&str; 4] = ["blend_special_str", "fingerprint", "remote_serde", "remote_url"];
+/// Settings whose value in a variable is text, whatever YAML would take it for.
+const TEXTS: [&str; 3] = ["fingerprint", "remote_serde", "remote_url"];
+/// One whose spaces count too. Of the others a secret may end in a newline.
+const SPACED_TEXT: &str = "blend_special_str";
 /// A key that code may give to name a settings file. It is not a setting.
 const FILE_KEY: &str = "config_file";
 /// A settings file has a few lines; a larger one was named by mistake.
@@ -242,8 +244,11 @@ impl Loader {
             };
             let origin = Origin::Env(name.clone());
             let key = key.to_ascii_lowercase();
-            let value =
-                if TEXTS.contains(&key.as_str()) { Value::from(unquoted(text)) } else { env_value(text, &origin)? };
+            let value = match key.as_str() {
+                SPACED_TEXT => Value::from(unquoted(text)),
+                key if TEXTS.contains(&key) => Value::from(unquoted(text.trim())),
+                _ => env_value(text, &origin)?,
+            };
             layer.entry(key, value, &origin)?;
         }
         Ok(layer.layer)
