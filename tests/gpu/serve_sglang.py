@@ -26,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 ON_CPU = HERE.parent / "sglang" / "on_cpu"
 sys.path.insert(0, str(HERE))
 import serve_vllm as models  # noqa: E402  (after its folder is on the path)
+from serve_driver import Table, run_child, turn_bits  # noqa: E402
 
 PAGE = 64
 #: Tokens behind the last whole page.
@@ -43,7 +43,6 @@ ANSWER = 32
 #: Answers with fewer different tokens would be equal whatever was loaded.
 DIFFERENT = 8
 PARTS = ("same", "restart", "killed", "damage", "ttft", "linker")
-BLOCK = 4096
 #: A model that SGLang's external linker takes: latent KV and recurrent layers, without experts.
 KIMI = {
     "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 4096, "hidden_size": 1024,
@@ -176,18 +175,17 @@ def on_cpu(work: Path) -> dict[str, str]:
 # ---- parts --------------------------------------------------------------------------------------
 
 
-class Bench:
+class Bench(Table):
     """What the parts share."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         """Folders and prompts."""
+        super().__init__()
         self.asked, self.out, self.work = asked, asked.out.resolve(), (asked.drive / "forebay-sglang").resolve()
         self.cuda = asked.device == "cuda"
         self.out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "caches").mkdir(parents=True)
-        self.rows: list[tuple[str, str, str]] = []
-        self.seen: dict[str, Any] = {}
         source = random.Random(7)
         self.size = "small" if self.cuda else "tiny"
         self.vocab = models.sizes(self.size)["vocab_size"]
@@ -212,33 +210,14 @@ class Bench:
         spec = {"model": str(self.work / (size or self.size)), "device": self.asked.device, "steps": steps} | more
         spec["engine"] = spec.get("engine", {}) | self.asked.engine
         spec_file, result, log = (self.out / f"sglang-{name}.{kind}" for kind in ("spec", "json", "log"))
-        spec_file.write_text(json.dumps(spec))
-        result.unlink(missing_ok=True)
         variables = os.environ | {
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "HOME": str(self.work),
             "TRITON_CACHE_DIR": str(self.work / "triton"), "SGLANG_JIT_CACHE_DIR": str(self.work / "jit"),
             # What one process found fastest is used by the next: other kernels round differently.
             "TRITON_CACHE_AUTOTUNING": "1",
         } | ({} if self.cuda else on_cpu(self.work))
-        began = time.monotonic()
-        with log.open("wb") as to:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--child", spec_file, result], stdout=to, stderr=subprocess.STDOUT,
-                env=variables, cwd=self.work, start_new_session=True,
-            )
-            try:
-                code: int | str = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = "over its time"
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
-        spec_file.unlink()
-        seen = json.loads(result.read_text()) if result.exists() else {"steps": []}
-        result.unlink(missing_ok=True)
-        seen |= {"code": code, "took_s": time.monotonic() - began}
+        seen = run_child(__file__, spec, (spec_file, result, log), variables, self.work, limit)
+        code = seen["code"]
         self.seen[name] = seen
         lines = log.read_text(errors="replace").splitlines()
         told = [f"-- {name}: exit {code}, {seen['took_s']:.1f} s"]
@@ -249,11 +228,6 @@ class Bench:
             told += ["   | " + line[:300] for line in lines[-40:]]
         print("\n".join(told), flush=True)
         return seen
-
-    def row(self, part: str, what: str, ok: bool | None) -> None:
-        """One line of the table; printed at once too, as a run may be cut short."""
-        self.rows.append((part, what, "" if ok is None else "ok" if ok else "FAIL"))
-        print("ROW", *self.rows[-1], flush=True)
 
     def step(self, seen: dict[str, Any], name: str) -> dict[str, Any]:
         """A step's own record."""
@@ -315,18 +289,7 @@ class Bench:
 
     def damage(self, want: dict[str, Any], computed: dict[str, Any]) -> None:
         """A flipped bit in each block: what is found damaged is computed, stored again and loaded."""
-        source, flipped = random.Random(7), 0
-        for file in (self.work / "caches" / "damaged").rglob("data.kv"):
-            with file.open("r+b") as opened:
-                for block in range(1, file.stat().st_size // BLOCK):
-                    opened.seek(block * BLOCK)
-                    if any(opened.read(BLOCK)):
-                        place = block * BLOCK + source.randrange(BLOCK)
-                        opened.seek(place)
-                        byte = opened.read(1)[0]
-                        opened.seek(place)
-                        opened.write(bytes([byte ^ (1 << source.randrange(8))]))
-                        flipped += 1
+        flipped = turn_bits(self.work / "caches" / "damaged")
         steps = [{"name": "damaged", "prompts": self.prompts, "settle": self.pages}, {"name": "repaired", "prompts": self.prompts, "flush": True}]
         seen = self.run("damage", steps, self.asked.limit, cache=self.cache("damaged"))
         one = self.step(seen, "damaged")
@@ -396,22 +359,7 @@ class Bench:
                 self.ended(part, running.result)
         for part in (p for p in ("ttft", "linker") if p in self.asked.parts):
             self.ended(part, getattr(self, part))
-        (self.out / "sglang.json").write_text(json.dumps({"rows": self.rows, "seen": self.seen}))
-        shutil.rmtree(self.work, ignore_errors=True)
-        print(f"\n{time.monotonic() - began:.0f} s")
-        for part, what, how in self.rows:
-            print(f"{part:10} {how:5} {what}")
-        failed = sum(how == "FAIL" for _, _, how in self.rows)
-        print(f"{failed} failed")
-        return 1 if failed or not self.rows else 0
-
-    def ended(self, part: str, wait: Any) -> None:
-        """An error of one part is not the others'."""
-        try:
-            wait()
-        except Exception:  # noqa: BLE001
-            traceback.print_exc()
-            self.row(part, "an error of this program", False)
+        return self.close(self.out / "sglang.json", self.work, began)
 
 
 def main() -> int:

@@ -25,17 +25,17 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from serve_driver import Table, run_child, turn_bits
 
 CHUNK = 256
 #: Tokens behind the last whole chunk: less than a block of vLLM.
 REST = 7
 ANSWERS = ("same", "restart", "damage", "killed", "layerwise", "memory", "prefetch", "compiled", "server")
 TIMED = ("drive", "ram", "overlap", "blend", "blend_ram")
-PAGE = 4096
 FAILED_LOADS = "vllm:forebay_failed_loads"
 COUNTED = ("vllm:forebay", "vllm:external_prefix", "vllm:prefix_cache")
 
@@ -201,19 +201,18 @@ def child(spec: dict[str, Any], result: Path) -> None:
 # ---- parts --------------------------------------------------------------------------------------
 
 
-class Bench:
+class Bench(Table):
     """What the parts share."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         """Folders and models."""
+        super().__init__()
         self.asked, self.out, self.work = asked, asked.out.resolve(), (asked.drive / "forebay-serve").resolve()
         self.cuda = asked.device == "cuda"
         self.out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "caches").mkdir(parents=True)
         self.dtype = "bfloat16" if self.cuda else "float32"
-        self.rows: list[tuple[str, str, str]] = []
-        self.seen: dict[str, Any] = {}
         source = random.Random(7)
         self.vocab = sizes("small" if self.cuda else "tiny")["vocab_size"]
         self.length = (asked.length or (6144 if self.cuda else 768)) // CHUNK * CHUNK + REST
@@ -249,27 +248,8 @@ class Bench:
         engine = {"max_model_len": 16384 if self.cuda else 4096} | more.pop("engine", {})
         spec |= {"engine": engine} | more
         spec_file, result, log = (self.out / f"{name}.{kind}" for kind in ("spec", "json", "log"))
-        spec_file.write_text(json.dumps(spec))
-        result.unlink(missing_ok=True)
-        began = time.monotonic()
-        with log.open("wb") as to:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--child", spec_file, result], stdout=to, stderr=subprocess.STDOUT,
-                env=self.environment(), cwd=self.work, start_new_session=True,
-            )
-            try:
-                code: int | str = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = "over its time"
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
-        spec_file.unlink()
-        seen = json.loads(result.read_text()) if result.exists() else {"steps": []}
-        result.unlink(missing_ok=True)
-        seen |= {"code": code, "took_s": time.monotonic() - began}
+        seen = run_child(__file__, spec, (spec_file, result, log), self.environment(), self.work, limit)
+        code = seen["code"]
         self.seen[name] = seen
         text = log.read_text(errors="replace")
         paths = [k for k in seen.get("engine", {}) if k.startswith("forebay_io_path")]
@@ -280,11 +260,6 @@ class Bench:
         if code not in (0, -9 if spec.get("die") else 0):
             print("\n".join("   | " + line[:300] for line in text.splitlines()[-25:]), flush=True)
         return seen
-
-    def row(self, part: str, what: str, ok: bool | None) -> None:
-        """One line of the table; printed at once too, as a run may be cut short."""
-        self.rows.append((part, what, "" if ok is None else "ok" if ok else "FAIL"))
-        print("ROW", *self.rows[-1], flush=True)
 
     # Answers.
 
@@ -341,19 +316,7 @@ class Bench:
 
     def damage(self, want: list[list[int]], computed: list[list[int]]) -> None:
         """A flipped bit in each page: what is found damaged is computed, stored again and loaded."""
-        source = random.Random(7)
-        flipped = 0
-        for file in (self.work / "caches" / "damaged").rglob("data.kv"):
-            with file.open("r+b") as opened:
-                for page in range(1, file.stat().st_size // PAGE):
-                    opened.seek(page * PAGE)
-                    if any(opened.read(PAGE)):
-                        place = page * PAGE + source.randrange(PAGE)
-                        opened.seek(place)
-                        byte = opened.read(1)[0]
-                        opened.seek(place)
-                        opened.write(bytes([byte ^ (1 << source.randrange(8))]))
-                        flipped += 1
+        flipped = turn_bits(self.work / "caches" / "damaged")
         steps = [*self.one_by_one("damaged"), *self.one_by_one("again", reset=True), *self.one_by_one("repaired", reset=True)]
         seen = self.run("damage", steps, self.asked.limit, cache=self.cache("damaged"))
         one = self.step(seen, "damaged")
@@ -547,7 +510,7 @@ class Bench:
         for mode, cache in {"whole": {"use_layerwise": False}, "layers": {"use_layerwise": True, "max_sync_stall_ms": 60000}}.items():
             source = random.Random(23)
             begin, skip = self.prompt(source, prefix, vocab), {"forebay.skip_save": True}
-            # More than once: a chunk for which `store_staging` has no room is not stored the first time.
+            # More than once: a chunk for which `store_staging` has no room is not stored at first.
             steps: list[dict[str, Any]] = [{"name": "store", "prompts": [[*begin, *self.prompt(source, REST, vocab)]], "reset": True}] * 3
             for number in range(self.asked.rounds + 1):
                 for suffix in suffixes:
@@ -699,29 +662,10 @@ class Bench:
         beside = [p for p in ANSWERS if p in self.asked.parts and p not in ("restart", "damage")]
         with ThreadPoolExecutor(self.asked.beside) as pool:
             for part, running in [(p, pool.submit(getattr(self, p))) for p in beside]:
-                self.ended(part, running)
+                self.ended(part, running.result)
         for part in (p for p in TIMED if p in self.asked.parts):
-            try:
-                getattr(self, part)()
-            except Exception:  # noqa: BLE001
-                traceback.print_exc()
-                self.row(part, "an error of this program", False)
-        (self.out / "serve.json").write_text(json.dumps({"rows": self.rows, "seen": self.seen}))
-        shutil.rmtree(self.work, ignore_errors=True)
-        print(f"\n{time.monotonic() - began:.0f} s")
-        for part, what, how in self.rows:
-            print(f"{part:10} {how:5} {what}")
-        failed = sum(how == "FAIL" for _, _, how in self.rows)
-        print(f"{failed} failed")
-        return 1 if failed or not self.rows else 0
-
-    def ended(self, part: str, running: Any) -> None:
-        """An error of one part is not the others'."""
-        try:
-            running.result()
-        except Exception:  # noqa: BLE001
-            traceback.print_exc()
-            self.row(part, "an error of this program", False)
+            self.ended(part, getattr(self, part))
+        return self.close(self.out / "serve.json", self.work, began)
 
 
 def main() -> int:

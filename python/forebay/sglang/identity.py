@@ -32,7 +32,8 @@ ARGUMENTS = (
     "swa_full_tokens_ratio",
     "mamba_ssm_dtype",
 )
-#: Others that quantize or replace weights as they are loaded, or change what layers give. They count where they are given only.
+#: Others that quantize or replace weights as they are loaded, or change what layers give. They count
+#: where they are given only.
 LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_extra_config", "rl_quant_profile", "forward_hooks")
 
 
