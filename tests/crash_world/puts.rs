@@ -165,6 +165,10 @@ impl World {
 
     /// Enters into the model which puts have ended well.
     pub fn note_ends(&self, process: &Process) {
+        // A call of a process that has died meanwhile goes on here, and nowhere else.
+        if self.disk.is_dead(process.number) {
+            return;
+        }
         let mut model = self.model.lock();
         process.ends.lock().retain(|(id, rx)| {
             let state = match rx.try_recv() {

@@ -179,7 +179,12 @@ impl Ring {
                         self.windows.failed(index);
                         self.windows.freeze();
                         let mib = self.windows.registered_bytes() >> 20;
-                        self.notes.add(format!("registered buffers end at {mib} MiB ({e}; see RLIMIT_MEMLOCK)"));
+                        let advice = match e.raw_os_error() {
+                            Some(libc::ENOMEM) => "; raise RLIMIT_MEMLOCK (ulimit -l)",
+                            Some(libc::EOPNOTSUPP) => "; memory that maps a file cannot be registered",
+                            _ => "",
+                        };
+                        self.notes.add(format!("registered buffers end at {mib} MiB ({e}{advice})"));
                         None
                     }
                 }
