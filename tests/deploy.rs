@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use engine_world::{CHUNK, World, prompt, slots, store};
 use forebay::config::{Capacity, Loader, MinFree, Settings};
-use forebay::connector::{SchedulerStats, WorkerStats};
+use forebay::connector::{Counter, GAUGES, SchedulerStats, WorkerStats};
 use forebay::objects::ObjectStore;
 use serde_json::Value;
 
@@ -55,11 +55,16 @@ fn exposed() -> Exposed {
     let objects = ObjectStore::open(&settings, "deploy").unwrap();
     expose(&objects.metrics().unwrap(), &mut exposed);
     // vLLM's Python client appends `_total` (python/forebay/vllm/stats.py has the prefix).
-    let of_worker = WorkerStats::default().counters().map(|(name, _)| format!("vllm:forebay_{name}_total"));
-    let of_scheduler = SchedulerStats::default().counters();
-    let of_scheduler = of_scheduler.map(|(name, _)| format!("vllm:forebay_scheduler_{name}_total"));
-    let of_vllm = OF_VLLM.map(str::to_owned);
-    exposed.extend(of_worker.into_iter().chain(of_scheduler).chain(of_vllm).map(|name| (name, BTreeMap::new())));
+    for (prefix, counters) in
+        [("", WorkerStats::default().counters()), ("scheduler_", SchedulerStats::default().counters())]
+    {
+        for Counter { name, cause, .. } in counters {
+            let labels = exposed.entry(format!("vllm:forebay_{prefix}{name}_total")).or_default();
+            cause.map(|cause| labels.entry("cause".to_owned()).or_default().insert(cause.to_owned()));
+        }
+    }
+    let of_vllm = GAUGES.iter().map(|name| format!("vllm:forebay_{name}")).chain(OF_VLLM.map(str::to_owned));
+    exposed.extend(of_vllm.map(|name| (name, BTreeMap::new())));
     exposed
 }
 

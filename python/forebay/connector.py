@@ -5,6 +5,6 @@ stores of those bytes and says when they are over; `settings` gives the settings
 blocks. docs/connector.md has the calls in order.
 """
 
-from ._forebay import SchedulerSide, WorkerSide, chunk_tokens, counter_names, settings
+from ._forebay import SchedulerSide, WorkerSide, chunk_tokens, counter_names, gauge_names, settings
 
-__all__ = ["SchedulerSide", "WorkerSide", "chunk_tokens", "counter_names", "settings"]
+__all__ = ["SchedulerSide", "WorkerSide", "chunk_tokens", "counter_names", "gauge_names", "settings"]

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, KvEvents, NewRequest, PrefixLookup,
-    RanksLookup, RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker, WorkerMeta,
-    WorkerStats, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ConnectorOptions, Counter, EngineLookup, Finished, GAUGES, KvEvents, NewRequest,
+    PrefixLookup, RanksLookup, RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker,
+    WorkerMeta, WorkerStats, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -48,15 +48,33 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// By how much each of `counters` has grown since `reported`, which has the present values
-/// afterwards. Counters that have not grown are left out.
-fn growth<'py>(py: Python<'py>, reported: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
-    let (dict, mut reported) = (PyDict::new(py), reported.lock());
-    reported.resize(counters.len(), 0);
-    for ((name, now), last) in counters.iter().zip(reported.iter_mut()).filter(|((_, now), last)| now > *last) {
-        dict.set_item(*name, now - std::mem::replace(last, *now))?;
+/// What was reported last.
+#[derive(Default)]
+struct Reported {
+    counters: Vec<u64>,
+    gauges: [u64; GAUGES.len()],
+}
+
+impl Reported {
+    /// By how much each counter has grown, and the gauges; these have the present values
+    /// afterwards. What has not grown is left out, and a gauge that was and is 0.
+    fn report<'py>(
+        &mut self,
+        py: Python<'py>,
+        counters: &[Counter],
+        gauges: [u64; GAUGES.len()],
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        self.counters.resize(counters.len(), 0);
+        let grown = counters.iter().zip(self.counters.iter_mut()).filter(|(counter, last)| counter.value > **last);
+        for (counter, last) in grown {
+            dict.set_item(counter.key(), counter.value - std::mem::replace(last, counter.value))?;
+        }
+        let before = std::mem::replace(&mut self.gauges, gauges);
+        let told = GAUGES.iter().zip(gauges).zip(before).filter(|((_, now), before)| (*now, *before) != (0, 0));
+        told.map(|(gauge, _)| gauge).try_for_each(|(name, now)| dict.set_item(*name, now))?;
+        Ok(dict)
     }
-    Ok(dict)
 }
 
 /// Options that both sides share.
@@ -103,12 +121,19 @@ pub(crate) fn chunk_tokens(
     Ok(windowed_chunk_tokens(convert::settings(config)?.chunk_size, &block_tokens, &windows))
 }
 
-/// Names of all that the connector counts, as vLLM's page has them.
+/// Names of what is reported as it is now, not as what was added; of several processes the largest
+/// holds.
+#[pyfunction]
+pub(crate) fn gauge_names() -> Vec<&'static str> {
+    GAUGES.to_vec()
+}
+
+/// Names of all that the connector counts: `name`, or `name:cause`.
 #[pyfunction]
 pub(crate) fn counter_names() -> Vec<String> {
-    let of_worker = WorkerStats::default().counters().map(|(name, _)| name.to_owned());
-    let of_scheduler = SchedulerStats::default().counters().map(|(name, _)| format!("scheduler_{name}"));
-    of_worker.into_iter().chain(of_scheduler).collect()
+    let of_worker = WorkerStats::default().counters().into_iter().map(|counter| counter.key().into_owned());
+    let of_scheduler = SchedulerStats::default().counters().into_iter();
+    of_worker.chain(of_scheduler.map(|counter| format!("scheduler_{}", counter.key()))).collect()
 }
 
 /// Block ids of one request, a list per KV cache group.
@@ -131,7 +156,7 @@ fn borrowed(names: &[String]) -> Vec<&str> {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct SchedulerSide {
     scheduler: Mutex<Option<Scheduler>>,
-    reported: Mutex<Vec<u64>>,
+    reported: Mutex<Reported>,
     chunk_tokens: u32,
 }
 
@@ -366,8 +391,8 @@ impl SchedulerSide {
 
     /// What each count grew by since the last call; those that did not grow are absent.
     fn get_kv_connector_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let counters = self.with(|s| Ok(s.stats().counters()))?;
-        growth(py, &self.reported, &counters)
+        let stats = self.with(|s| Ok(s.stats()))?;
+        self.reported.lock().report(py, &stats.counters(), stats.gauges())
     }
 
     /// Forgets all requests and closes the caches that it opened itself; later calls raise.
@@ -462,7 +487,7 @@ impl Row {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct WorkerSide {
     worker: Mutex<Option<Worker>>,
-    reported: Mutex<Vec<u64>>,
+    reported: Mutex<Reported>,
 }
 
 impl WorkerSide {
@@ -576,8 +601,8 @@ impl WorkerSide {
 
     /// What each count grew by since the last call; those that did not grow are absent.
     fn get_kv_connector_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let counters = self.with(py, |w| Ok(w.stats().counters()))?;
-        growth(py, &self.reported, &counters)
+        let stats = self.with(py, |w| Ok(w.stats()))?;
+        self.reported.lock().report(py, &stats.counters(), stats.gauges())
     }
 
     /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.

@@ -36,7 +36,7 @@ mod module {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::connector::{SchedulerSide, WorkerSide, chunk_tokens, counter_names};
+    use super::connector::{SchedulerSide, WorkerSide, chunk_tokens, counter_names, gauge_names};
     #[pymodule_export]
     use super::convert::{PyGeometry, resolved};
     #[pymodule_export]

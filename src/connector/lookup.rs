@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::busy::BusyTime;
+use super::counts::add_fetched;
 use super::meta::WorkerMeta;
 use super::scheduler::{MeasuredRate, Refusals};
-use crate::engine::{Engine, Fetch, Lookup, Prompt};
+use crate::engine::{Engine, Fetch, Lookup, Prompt, RemoteStats};
 use crate::error::Result;
 use crate::key::ChunkKey;
 
@@ -44,6 +45,11 @@ pub trait PrefixLookup: Send {
     /// Requests for which nothing was fetched because computing is faster.
     fn not_fetched(&self) -> u64 {
         0
+    }
+
+    /// The remote tier, over the caches of all ranks.
+    fn remote(&self) -> RemoteStats {
+        RemoteStats::default()
     }
 
     /// Keys of chunks that the remote tier has turned out not to have, since the last call.
@@ -131,6 +137,10 @@ impl PrefixLookup for EngineLookup {
         self.fetches.not_fetched()
     }
 
+    fn remote(&self) -> RemoteStats {
+        remote(self.engines.iter().map(AsRef::as_ref))
+    }
+
     fn remote_gone(&mut self) -> Vec<ChunkKey> {
         remote_gone(self.engines.iter().map(AsRef::as_ref))
     }
@@ -151,6 +161,13 @@ impl PrefixLookup for EngineLookup {
         self.pins.unpin(req_id);
         self.fetches.forget(req_id);
     }
+}
+
+/// The remote tier as these engines see it.
+pub(super) fn remote<'a>(engines: impl Iterator<Item = &'a Engine>) -> RemoteStats {
+    let mut sum = RemoteStats::default();
+    engines.for_each(|engine| add_fetched(&mut sum, &engine.remote_stats()));
+    sum
 }
 
 /// Keys of chunks that fetches have not found in the remote tier. Those that they have found are of

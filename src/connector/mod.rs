@@ -30,6 +30,7 @@
 //! first says who it is.
 
 mod busy;
+mod counts;
 mod lookup;
 mod meta;
 mod options;
@@ -38,6 +39,7 @@ mod scheduler;
 mod worker;
 mod worker_identity;
 
+pub use counts::{Counter, GAUGES};
 pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
 pub use meta::{
     BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta,

@@ -13,11 +13,11 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote_gone, uploaded};
+use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote, remote_gone, uploaded};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
-use crate::engine::{Engine, Prompt};
+use crate::engine::{Engine, Prompt, RemoteStats};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::key::ChunkKey;
@@ -218,6 +218,10 @@ impl PrefixLookup for RanksLookup {
 
     fn not_fetched(&self) -> u64 {
         self.fetches.not_fetched()
+    }
+
+    fn remote(&self) -> RemoteStats {
+        remote(self.tables.values())
     }
 
     fn remote_gone(&mut self) -> Vec<ChunkKey> {

@@ -54,7 +54,7 @@ metric_table! {
     REMOTE_FAILING = Gauge "forebay_remote_failing" [] "1 while the remote tier is left alone because it fails.";
     REMOTE_FETCHED = Counter "forebay_remote_fetched_chunks_total" [] "Chunks brought from the remote tier to a drive.";
     REMOTE_FETCHED_BYTES = Counter "forebay_remote_fetched_bytes_total" [] "Bytes of their slots.";
-    REMOTE_MISSED = Counter "forebay_remote_missed_chunks_total" ["cause"] "Chunks at which a fetch from the remote tier ended, by cause: absent where the store does not have it.";
+    REMOTE_MISSED = Counter "forebay_remote_missed_chunks_total" ["cause"] "Fetches from the remote tier that ended early, by the cause of their first missing chunk: absent where the store does not have it.";
     REMOTE_UPLOADED = Counter "forebay_remote_uploaded_chunks_total" [] "Chunks uploaded to the remote tier.";
     REMOTE_UPLOADED_BYTES = Counter "forebay_remote_uploaded_bytes_total" [] "Bytes of their slots.";
     REMOTE_PRESENT = Counter "forebay_remote_present_chunks_total" [] "Chunks that were to be uploaded and were there already.";
@@ -81,7 +81,7 @@ metric_table! {
     DWPD = Gauge "forebay_drive_writes_per_day" ["drive", "over"] "Writes of this process, as drive writes per day, over the last hour, the last day, and since the cache was opened (life).";
     AMPLIFICATION = Gauge "forebay_write_amplification" [] "Bytes written for each byte of chunks published, since the start.";
     CODEC_MISFITS = Counter "forebay_codec_misfits_total" [] "Chunks whose KV did not fit the codec, and that were begun again without it.";
-    EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks dropped by reclaim.";
+    EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks evicted.";
     QUOTA_EVICTED = Counter "forebay_quota_evicted_chunks_total" [] "Of those, chunks that went because their tenant was at its quota.";
     RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments given up to be used again.";
     SEALED = Counter "forebay_sealed_segments_total" [] "Segments sealed.";
@@ -91,7 +91,7 @@ metric_table! {
     WRITE_ERRORS = Counter "forebay_log_write_errors_total" [] "Journal writes, seals and flushes that failed.";
     RECOVERED = Counter "forebay_recovered_records_total" [] "Records found when the cache was opened.";
     DAMAGED = Counter "forebay_damaged_records_total" [] "Records found damaged when the cache was opened.";
-    LEASES_REFUSED = Counter "forebay_leases_refused_total" [] "Chunks that were not pinned because too much is.";
+    LEASES_REFUSED = Counter "forebay_leases_refused_total" [] "Leases refused because `lease_share` is used up.";
     ADOPTED = Counter "forebay_adopted_lanes_total" [] "Lanes taken over from processes that died.";
 }
 

@@ -90,7 +90,7 @@ pub use crate::remote::{Fetch, RemoteStats};
 pub use crate::tier::MemoryStats;
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
-pub use stats::{EngineStats, StagingStats};
+pub use stats::{EngineHealth, EngineStats, StagingStats};
 pub use turn::KeyTurn;
 
 /// How often a cache that could not be opened is tried again.

@@ -109,6 +109,28 @@ pub struct EngineStats {
     pub log: LogStats,
 }
 
+/// Why chunks were lost, and what does not work now: what an operator is to hear of. Cheap enough
+/// for every step of a server.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EngineHealth {
+    /// Whether the cache is open.
+    pub up: bool,
+    /// Drives that are left alone after errors in a row, or whose file system is gone.
+    pub drives_down: usize,
+    /// As [`EngineStats::quarantined`].
+    pub hung_requests: usize,
+    /// Requests to drives that ended with an error.
+    pub io_errors: u64,
+    /// Requests to drives that timed out.
+    pub io_timeouts: u64,
+    /// As [`EngineStats::misses`].
+    pub misses: Vec<(MissCause, u64)>,
+    /// As [`EngineStats::sheds`].
+    pub sheds: Vec<(ShedCause, u64)>,
+    /// As [`EngineStats::remote`].
+    pub remote: RemoteStats,
+}
+
 impl EngineStats {
     /// Chunks missed for `cause`.
     #[must_use]
@@ -157,9 +179,47 @@ impl Engine {
     pub fn prefetch_stats(&self) -> PrefetchStats {
         self.check().map(|inner| inner.pipeline.prefetch_stats()).unwrap_or_default()
     }
+
+    /// [`EngineStats::remote`] alone; as cheap.
+    #[must_use]
+    pub fn remote_stats(&self) -> RemoteStats {
+        self.check().map(EngineInner::remote_stats).unwrap_or_default()
+    }
+
+    /// What an operator is to hear of; nothing, and `up` false, in a forked child.
+    #[must_use]
+    pub fn health(&self) -> EngineHealth {
+        self.check().map(EngineInner::health).unwrap_or_default()
+    }
 }
 
 impl EngineInner {
+    fn health(&self) -> EngineHealth {
+        let of = self.pipeline.stats();
+        let log = self.log();
+        let mut health = EngineHealth {
+            up: log.is_some(),
+            drives_down: log.as_ref().map_or(0, |log| log.drives_down()),
+            misses: of.misses.all(MissCause::ALL),
+            sheds: of.sheds.all(ShedCause::ALL),
+            remote: self.remote_stats(),
+            ..EngineHealth::default()
+        };
+        if let Some(log) = log {
+            let drives = (0..log.drives()).filter_map(|i| log.drive(i));
+            for counts in drives.flat_map(|drive| [drive.read.stats().counts(), drive.write.stats().counts()]) {
+                health.hung_requests += counts.quarantined;
+                health.io_errors += counts.errors;
+                health.io_timeouts += counts.timeouts;
+            }
+        }
+        health
+    }
+
+    fn remote_stats(&self) -> RemoteStats {
+        self.remote.as_ref().map(|remote| remote.stats()).unwrap_or_default()
+    }
+
     pub(super) fn stats(&self) -> EngineStats {
         let (pipeline, of) = (&self.pipeline, self.pipeline.stats());
         let get = |a: &AtomicU64| a.load(Ordering::Relaxed);
@@ -174,19 +234,19 @@ impl EngineInner {
             loaded_tokens: of.loaded_tokens(),
             loaded_bytes: of.loaded_bytes(),
             read_bytes: of.read_bytes(),
-            misses: MissCause::ALL.iter().map(|&c| (c, of.misses.of(c))).collect(),
+            misses: of.misses.all(MissCause::ALL),
             stores: of.stores(),
             active_stores: pipeline.active_stores(),
             stored_chunks: of.stored_chunks(),
             stored_tokens: of.stored_tokens(),
             stored_bytes: of.stored_bytes(),
             present_chunks: of.present_chunks(),
-            sheds: ShedCause::ALL.iter().map(|&c| (c, of.sheds.of(c))).collect(),
+            sheds: of.sheds.all(ShedCause::ALL),
             load_staging: StagingStats::of(pipeline.load_pool()),
             store_staging: StagingStats::of(pipeline.store_pool()),
             memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),
             prefetch: pipeline.prefetch_stats(),
-            remote: self.remote.as_ref().map_or_else(RemoteStats::off, |remote| remote.stats()),
+            remote: self.remote_stats(),
             ..EngineStats::default()
         };
         if let Some(log) = self.log() {

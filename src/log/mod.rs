@@ -290,7 +290,7 @@ impl Log {
                 id: paths::hex(&volume.id),
                 dir: volume.root.display().to_string(),
                 disk_bytes: budget::allocated_below(&volume.root).unwrap_or(0),
-                healthy: volume.health.is_good() && !volume.is_lost(),
+                healthy: volume.is_up(),
                 draining: volume.is_draining(),
                 wear: volume.wear_stats(),
                 ..DriveStats::default()
@@ -312,6 +312,12 @@ impl Log {
             stats.drives.push(drive);
         }
         stats
+    }
+
+    /// Drives that take no puts, after errors in a row or as their file system is gone.
+    #[must_use]
+    pub fn drives_down(&self) -> usize {
+        self.volumes.iter().filter(|volume| !volume.is_up()).count()
     }
 
     /// Up to `most` of the keys that this process has evicted since the first call, without those

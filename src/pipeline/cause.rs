@@ -164,6 +164,12 @@ impl<C: Cause> CauseCounters<C> {
         }
     }
 
+    /// Chunks counted so far, for each of these causes.
+    #[must_use]
+    pub fn all(&self, causes: &[C]) -> Vec<(C, u64)> {
+        causes.iter().map(|&cause| (cause, self.of(cause))).collect()
+    }
+
     /// Chunks counted for this cause so far.
     #[must_use]
     pub fn of(&self, cause: C) -> u64 {

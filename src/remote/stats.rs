@@ -112,7 +112,7 @@ pub(super) struct Counters {
 }
 
 /// The state of the remote tier at one moment; those of events only grow.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteStats {
     /// Whether it is being left alone because it fails.
     pub failing: bool,
@@ -151,12 +151,14 @@ impl Counters {
     }
 }
 
-impl RemoteStats {
-    /// The counters where there is no remote tier.
-    pub(crate) fn off() -> Self {
+/// As where there is no remote tier: every cause, and nothing counted.
+impl Default for RemoteStats {
+    fn default() -> Self {
         Counters::default().stats((false, 0))
     }
+}
 
+impl RemoteStats {
     /// Of `not_fetched`, those for `cause`.
     #[must_use]
     pub fn missed(&self, cause: &str) -> u64 {

@@ -124,6 +124,12 @@ def settle(llm: Any) -> None:
         last = told
 
 
+def metrics(llm: Any) -> dict[str, float]:
+    """Counters and gauges, by name or `name:cause`."""
+    named = [(m.name + (f":{m.labels['cause']}" if "cause" in m.labels else ""), m.value) for m in llm.get_metrics() if hasattr(m, "value")]
+    return dict(named)
+
+
 def generate(llm: Any, asked: Round) -> dict[str, Any]:
     """One round."""
     from vllm import SamplingParams
@@ -136,7 +142,7 @@ def generate(llm: Any, asked: Round) -> dict[str, Any]:
         for m in made
     ]
     settle(llm)
-    return {"outputs": outputs, "metrics": {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}}
+    return {"outputs": outputs, "metrics": metrics(llm)}
 
 
 def main() -> None:

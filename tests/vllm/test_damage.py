@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forebay.connector import gauge_names
+
 from conftest import SEED, SHORT, Filled, generate, prompts, settings
 
 #: Damage is only of use to a test where it is met by reads.
@@ -63,6 +65,8 @@ def test_flipped_bits_change_no_output_and_are_repaired(
     assert [run.tokens(number) for number in range(3)] == [plain] * 3
     assert run.reasons() == {"length"}
     assert run.metrics.get("vllm:forebay_failed_loads", 0) > 0, "the damage must be met"
+    assert run.metrics["vllm:forebay_missed_chunks:corrupt"] > 0, "and an operator is to see it"
+    assert {name: run.metrics[f"vllm:forebay_{name}"] for name in gauge_names()} == dict.fromkeys(gauge_names(), 0)
     assert all(cached >= WHOLE for cached in run.cached(2)), "all that was damaged must be stored again"
 
 

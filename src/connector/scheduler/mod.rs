@@ -15,10 +15,11 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::counts::{Counter, GAUGES, gauges};
 use super::lookup::PrefixLookup;
 use super::meta::{Question, SaveOrder, StepMeta, WorkerMeta};
 use super::options::{ConnectorOptions, Role};
-use crate::engine::Prompt;
+use crate::engine::{EngineHealth, Prompt, RemoteStats};
 use crate::error::Result;
 use crate::key::{ChunkKey, Extra};
 
@@ -198,14 +199,17 @@ pub struct SchedulerStats {
     pub prefetches: u64,
     /// Tokens of them.
     pub prefetch_tokens: u64,
+    /// The remote tier, from which requests that wait are fetched.
+    #[serde(skip)]
+    pub remote: RemoteStats,
 }
 
 impl SchedulerStats {
     /// The counts that only grow, by name.
     #[must_use]
-    pub fn counters(&self) -> [(&'static str, u64); 20] {
+    pub fn counters(&self) -> Vec<Counter> {
         // Taken apart, so that none is forgotten.
-        let Self {
+        let &Self {
             requests: _,
             held_requests: _,
             held_blocks: _,
@@ -230,8 +234,9 @@ impl SchedulerStats {
             asking,
             prefetches,
             prefetch_tokens,
-        } = *self;
-        [
+            ref remote,
+        } = self;
+        let plain = [
             ("queries", queries),
             ("queried_tokens", queried_tokens),
             ("joined", joined),
@@ -252,7 +257,16 @@ impl SchedulerStats {
             ("asking", asking),
             ("prefetches", prefetches),
             ("prefetch_tokens", prefetch_tokens),
-        ]
+            ("remote_fetched_chunks", remote.fetched),
+        ];
+        let missed = Counter::by_cause("remote_missed_chunks", remote.not_fetched.iter().copied());
+        Counter::all(plain).chain(missed).collect()
+    }
+
+    /// The values of [`GAUGES`](super::GAUGES); those of engines are their workers' to tell.
+    #[must_use]
+    pub fn gauges(&self) -> [u64; GAUGES.len()] {
+        gauges(&EngineHealth { up: true, remote: self.remote.clone(), ..EngineHealth::default() })
     }
 }
 
@@ -384,6 +398,7 @@ impl Scheduler {
             held_blocks: self.held.blocks(),
             unseen_ranks: self.lookup.unseen(),
             not_fetched: self.lookup.not_fetched(),
+            remote: self.lookup.remote(),
             ..self.stats.clone()
         }
     }

@@ -15,11 +15,12 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::busy::BusyTime;
+use super::counts::{Counter, GAUGES, gauges};
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use super::worker_identity::WorkerIdentity;
 use crate::device::{PagedKv, Stream};
-use crate::engine::{Computed, Engine, Lookup, Prefetch, Prompt};
+use crate::engine::{Computed, Engine, EngineHealth, Lookup, MissCause, Prefetch, Prompt, ShedCause};
 use crate::error::Result;
 
 mod loads;
@@ -62,6 +63,10 @@ pub struct WorkerStats {
     /// Chunks that were not stored: no staging or slot in time, given up, or computed from a load
     /// that failed.
     pub shed_chunks: u64,
+    /// What an operator is to hear of the worker's engine. Its sheds include those chunks that were
+    /// not given to the engine.
+    #[serde(skip)]
+    pub health: EngineHealth,
     /// Stores whose gathers were given up, so that blocks come free.
     pub given_up: u64,
     /// Orders that could not be carried out: for a request's tokens that this worker does not know,
@@ -82,9 +87,9 @@ pub struct WorkerStats {
 impl WorkerStats {
     /// The counts that only grow, by name.
     #[must_use]
-    pub fn counters(&self) -> [(&'static str, u64); 15] {
+    pub fn counters(&self) -> Vec<Counter> {
         // Taken apart, so that none is forgotten.
-        let Self {
+        let &Self {
             loading: _,
             storing: _,
             loads,
@@ -94,7 +99,8 @@ impl WorkerStats {
             stored_chunks,
             stored_tokens,
             already_there,
-            shed_chunks,
+            shed_chunks: _,
+            ref health,
             given_up,
             refused_orders,
             memory_hits,
@@ -102,8 +108,9 @@ impl WorkerStats {
             prefetched_chunks,
             prefetch_used_chunks,
             prefetch_wasted_chunks,
-        } = *self;
-        [
+        } = self;
+        let remote = &health.remote;
+        let plain = [
             ("loads", loads),
             ("failed_loads", failed_loads),
             ("loaded_tokens", loaded_tokens),
@@ -111,7 +118,6 @@ impl WorkerStats {
             ("stored_chunks", stored_chunks),
             ("stored_tokens", stored_tokens),
             ("already_there", already_there),
-            ("shed_chunks", shed_chunks),
             ("given_up", given_up),
             ("refused_orders", refused_orders),
             ("memory_hits", memory_hits),
@@ -119,7 +125,25 @@ impl WorkerStats {
             ("prefetched_chunks", prefetched_chunks),
             ("prefetch_used_chunks", prefetch_used_chunks),
             ("prefetch_wasted_chunks", prefetch_wasted_chunks),
-        ]
+            ("io_errors", health.io_errors),
+            ("io_timeouts", health.io_timeouts),
+            ("remote_uploaded_chunks", remote.uploaded),
+        ];
+        let of = |cause: ShedCause| health.sheds.iter().filter(move |(c, _)| *c == cause).map(|(_, n)| n).sum();
+        let sheds = ShedCause::ALL.iter().map(|&cause| (cause.as_str(), of(cause)));
+        let of = |cause: MissCause| health.misses.iter().filter(move |(c, _)| *c == cause).map(|(_, n)| n).sum();
+        let misses = MissCause::ALL.iter().map(|&cause| (cause.as_str(), of(cause)));
+        Counter::all(plain)
+            .chain(Counter::by_cause("shed_chunks", sheds))
+            .chain(Counter::by_cause("missed_chunks", misses))
+            .chain(Counter::by_cause("remote_shed_chunks", remote.not_uploaded.iter().copied()))
+            .collect()
+    }
+
+    /// The values of [`GAUGES`](super::GAUGES).
+    #[must_use]
+    pub fn gauges(&self) -> [u64; GAUGES.len()] {
+        gauges(&self.health)
     }
 }
 
@@ -313,7 +337,12 @@ impl Worker {
     #[must_use]
     pub fn stats(&self) -> WorkerStats {
         let (memory, prefetch) = (self.engine.memory_stats(), self.engine.prefetch_stats());
+        let mut health = self.engine.health();
+        let not_given = health.sheds.iter_mut().filter(|(cause, _)| *cause == ShedCause::Dependency);
+        not_given.for_each(|(_, chunks)| *chunks += self.stats.shed_chunks);
         WorkerStats {
+            shed_chunks: health.sheds.iter().map(|(_, chunks)| chunks).sum(),
+            health,
             loading: self.loads.len(),
             storing: self.saves.len(),
             memory_hits: memory.hits,

@@ -207,7 +207,6 @@ impl Worker {
         self.stats.stored_tokens += result.tokens as u64;
         let before = saving.range.0 / saving.prompt.chunk_tokens().max(1);
         self.stats.already_there += result.already_there.saturating_sub(before) as u64;
-        self.stats.shed_chunks += shed as u64;
         // The policy refuses the last chunks of a store, so the stored ones are those before them.
         let unwanted = result.shed(ShedCause::Policy);
         if shed == unwanted && result.stored > 0 {

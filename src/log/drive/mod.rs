@@ -459,6 +459,11 @@ impl Volume {
         self.health.is_good() && !self.is_draining() && !self.is_lost() && self.own().is_some()
     }
 
+    /// Whether it takes puts, as far as errors and its file system go.
+    pub(super) fn is_up(&self) -> bool {
+        self.health.is_good() && !self.is_lost()
+    }
+
     /// Whether the memory that it shares with other processes is out of reach, as after its file
     /// system has shut itself down. What they store, remove and lease is not known then: until
     /// the cache is opened anew nothing is served, stored or reclaimed.
