@@ -12,6 +12,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import Request
 
@@ -107,6 +108,16 @@ def test_an_adapter_that_changes_under_a_running_server_has_no_key(tmp_path: Pat
     assert anew["lora"]["digest"] != old["lora"]["digest"], "vLLM reads it at each use"
     adapter(tmp_path / "a", b"3" * 999)
     assert key(adapters, lora_request=lora(tmp_path / "a", load_inplace=True)) != anew
+
+
+def test_an_adapter_that_changes_between_its_loading_and_its_first_request_has_no_key(tmp_path: Path) -> None:
+    adapters, core = Adapters(), SimpleNamespace(model_executor=SimpleNamespace(add_lora=lambda _: True))
+    for name in ("a", "b"):
+        assert EngineCore.add_lora(core, lora(adapter(tmp_path / name, b"1" * 999), name, ord(name)))  # type: ignore[arg-type]
+    adapter(tmp_path / "a", b"2" * 999)
+    with pytest.raises(extra.NotCacheable):
+        key(adapters, lora_request=lora(tmp_path / "a", "a", ord("a")))
+    assert key(adapters, lora_request=lora(tmp_path / "b", "b", ord("b"))) is not None
 
 
 def test_an_adapter_that_is_not_on_this_machine_has_no_key(tmp_path: Path) -> None:

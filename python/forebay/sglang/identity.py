@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forebay
-from forebay.vllm.identity import weights_digest
+from forebay.vllm.identity import snapshot_folder, weights_digest
 
 #: What SGLang is started with that changes what it computes, or how it lays it out.
 ARGUMENTS = (
@@ -108,16 +108,6 @@ def local_folder(path: str, revision: str | None, name: str = "config.json") -> 
     except (ImportError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def snapshot_folder(path: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Where SGLang has fetched a model of the hub to, with --download-dir or without; None where it is not there. Nothing is fetched."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(path, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except Exception:  # noqa: BLE001 - the hub's own errors, and what it makes of names that are none
-        return None
 
 
 def config_digest(folder: Path, name: str = "config.json") -> str | None:

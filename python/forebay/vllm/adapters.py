@@ -1,18 +1,20 @@
 """What a LoRA adapter computes, as a digest of its files: an adapter trained again under its old name and path is another one.
 
-Files of a server that runs may change. vLLM goes on with the weights it has read, or reads the new ones when the adapter
-was dropped from its memory in between, and says neither. Until the server starts again, or the adapter is loaded under
+The digest is taken when vLLM loads the adapter, or at its first request. Files of a server that runs may change. vLLM goes on
+with the weights it has read, or reads the new ones when the adapter was dropped from its memory in between, and says neither. Until the server starts again, or the adapter is loaded under
 another path, its requests are left to vLLM alone. With `load_inplace` vLLM reads the files anew whenever it uses them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from forebay.vllm.identity import weights_digest
+from forebay.vllm.identity import snapshot_folder, weights_digest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -29,6 +31,8 @@ class Adapters:
     def __init__(self) -> None:
         self._met: dict[tuple[int, str], tuple[Listing, str]] = {}
         self._reported: set[str] = set()
+        _listening.add(self)
+        _listen()
 
     def digest(self, lora: LoRARequest) -> str | None:
         """Digest of the adapter's files; None where nobody can say which weights vLLM computes with."""
@@ -54,17 +58,30 @@ class Adapters:
             logger.warning("requests with the LoRA adapter %s are not cached: %s", lora.lora_name, why)
 
 
+_listening: weakref.WeakSet[Adapters] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Has the engine of this process say which adapter it is about to load. A connector hears of it with the adapter's first
+    request only, and its files may be others by then."""
+    from vllm.v1.engine.core import EngineCore
+
+    load = EngineCore.add_lora
+
+    @functools.wraps(load)
+    def add_lora(core: Any, lora_request: LoRARequest) -> Any:
+        for adapters in list(_listening):
+            adapters.digest(lora_request)
+        return load(core, lora_request)
+
+    EngineCore.add_lora = add_lora  # type: ignore[method-assign]
+
+
 def _folder(path: str) -> Path | None:
     """Where the adapter's files lie, as vLLM finds them; nothing is fetched."""
     folder = Path(path).expanduser()
-    if folder.is_absolute() or folder.exists():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(path, local_files_only=True))
-    except Exception:  # noqa: BLE001 - the hub's own errors, and what it makes of names that are none
-        return None
+    return folder if folder.is_absolute() or folder.exists() else snapshot_folder(path, None, None)
 
 
 def _listing(folder: Path) -> Listing:

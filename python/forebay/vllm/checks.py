@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from forebay.vllm import identity
 from forebay.vllm.geometry import Shape, Unsupported
 from forebay.vllm.settings import Settings
 
@@ -55,6 +56,16 @@ def fixed_weights(vllm_config: VllmConfig) -> None:
         raise Unsupported(
             "weight_transfer_config: a trainer exchanges the weights while the server runs, and KV of all of them would be stored under "
             "one identity; start without weight transfer, or without Forebay"
+        )
+
+
+def known_weights(vllm_config: VllmConfig, fingerprint: str) -> None:
+    """Refuses weights that nobody can tell from others that were loaded in the same way before."""
+    if not fingerprint and not identity.are_weights_known(vllm_config):
+        raise Unsupported(
+            "vLLM does not say which weights it loads (from an object store, another process, or a hub that does not answer): after a "
+            "change of them, KV of the old ones would be loaded; set `fingerprint` to a name for these weights, or load them from a "
+            "local directory"
         )
 
 

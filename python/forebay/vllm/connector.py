@@ -56,6 +56,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         read = geometry.fitted(kv, checks.layerwise(vllm_config, kv, read))
         checks.sleep_mode(vllm_config)
         checks.fixed_weights(vllm_config)
+        checks.known_weights(vllm_config, read.fingerprint)
         checks.routed_experts(vllm_config)
         checks.siblings(vllm_config)
         checks.failure_policy(vllm_config, read)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.forebay")
 
 #: Bytes read at each place of a weights file, and the number of places.
 SAMPLE_BYTES, SAMPLES = 1 << 14, 8
@@ -31,6 +34,8 @@ MULTIMODAL_KEYS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
+#: Formats of loading whose weights another process has.
+LENT = ("ipc_cache", "modelexpress")
 #: Kinds of models whose KV of short prompts vLLM computes otherwise where it serves long ones.
 LENGTH_DEPENDENT = ("longrope", "llama4")
 
@@ -48,8 +53,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parts: dict[str, Any] = {
         "revision": model.revision,
-        "commit": getattr(model.hf_config, "_commit_hash", None),
-        "weights": weights_digest(model.model),
+        "commit": commit(model),
+        "weights": weights(model, vllm_config.load_config),
         "load_format": str(vllm_config.load_config.load_format),
         "seed": model.seed if str(vllm_config.load_config.load_format) == "dummy" else None,
         "quantization": str(model.quantization),
@@ -62,6 +67,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         "vllm": vllm.__version__,
         "addition": addition,
     }
+    if loader := getattr(vllm_config.load_config, "model_loader_extra_config", None):
+        parts["loader"] = str(loader)
     parallel = vllm_config.parallel_config
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         parts["interleave"] = parallel.cp_kv_cache_interleave_size
@@ -77,7 +84,9 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         parts["multimodal"] = {key: str(getattr(media, key, None)) for key in MULTIMODAL_KEYS}
     if (length := longest(vllm_config)) is not None:
         parts["max_model_len"] = length
-    return json.dumps(parts, sort_keys=True)
+    text = json.dumps(parts, sort_keys=True)
+    logger.debug("identity: %s", text)
+    return text
 
 
 def processor() -> list[Any]:
@@ -104,13 +113,48 @@ def stages(vllm_config: VllmConfig) -> list[tuple[int, int]]:
     return [get_pp_indices(layers, stage, count) for stage in range(count)]
 
 
-def draft(vllm_config: VllmConfig) -> list[Any] | None:
+def draft_model(vllm_config: VllmConfig) -> Any:
     """The model of its own that drafts tokens: vLLM keeps the KV of its layers beside the served model's, and it is stored with it."""
     model = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    # The served model's own files have a digest already.
-    if model is None or model.model == vllm_config.model_config.model:
+    # The served model's own files are part of the identity already.
+    return None if model is None or model.model == vllm_config.model_config.model else model
+
+
+def draft(vllm_config: VllmConfig) -> list[Any] | None:
+    """What decides the KV of the model that drafts tokens."""
+    if (model := draft_model(vllm_config)) is None:
         return None
-    return [model.model, model.revision, weights_digest(model.model), str(model.quantization), str(model.dtype), config_digest(model.hf_config)]
+    files = weights(model, vllm_config.load_config)
+    return [model.model, model.revision, commit(model), files, str(model.quantization), str(model.dtype), config_digest(model.hf_config)]
+
+
+def commit(model: Any) -> str | None:
+    """The commit of a model of the hub; None where it is local, or vLLM could not ask the hub."""
+    # A revision with a commit is equal to the text that was asked for, such as `main`.
+    return getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+
+
+def weights(model: Any, load: Any) -> str | None:
+    """Digest of the files that the model's weights are loaded from, where no commit names them; None where they are not here."""
+    found = weights_digest(model.model)
+    if found is None and commit(model) is None:
+        snapshot = snapshot_folder(model.model, model.revision, getattr(load, "download_dir", None))
+        found = None if snapshot is None else weights_digest(str(snapshot))
+    return found
+
+
+def are_weights_known(vllm_config: VllmConfig) -> bool:
+    """Whether other weights would be another identity, as far as can be said here."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    form = str(load.load_format)
+    if form == "dummy":
+        return True
+    # An object store's URL keeps its name when its content changes. Tensorizer's own place is not read.
+    elsewhere = getattr(model, "model_weights", None) or "tensorizer_uri" in str(getattr(load, "model_loader_extra_config", None))
+    if form in LENT or elsewhere:
+        return False
+    models = [model] if (drafts := draft_model(vllm_config)) is None else [model, drafts]
+    return all(commit(one) is not None or weights(one, load) is not None for one in models)
 
 
 def backend(vllm_config: VllmConfig) -> str:
@@ -139,7 +183,7 @@ def weights_digest(path: str) -> str | None:
     if place.is_file():
         files = [place]
     elif place.is_dir():
-        files = [f for f in sorted(place.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
+        files = [f for f in sorted(place.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".gguf", ".tensors")]
     else:
         return None
     if not files:
@@ -153,3 +197,13 @@ def weights_digest(path: str) -> str | None:
                 opened.seek(size * sample // SAMPLES)
                 digest.update(opened.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def snapshot_folder(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    """Where a server has fetched a model of the hub to, with --download-dir or without; None where it is not there. Nothing is fetched."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception:  # noqa: BLE001 - the hub's own errors, and what it makes of names that are none
+        return None

@@ -71,6 +71,7 @@ class ForebayTier(SecondaryTierManager):
         config = tier_compat.find_config()
         if config is not None:
             checks.fixed_weights(config)
+            checks.known_weights(config, read.fingerprint)
         if config is not None and extra_keys.numbers_media(config):
             raise Unsupported(
                 "tier: without prefix caching and with mm_processor_cache_gb 0 vLLM numbers multimodal inputs, so that a block's key "

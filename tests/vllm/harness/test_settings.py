@@ -14,6 +14,7 @@ from forebay.vllm import checks, identity
 from forebay.vllm.connector import ForebayConnector
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.settings import read
+from huggingface_hub import ResolvedRevision
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -111,6 +112,13 @@ def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path, monkey
         values = plain.hf_config.to_dict() | {"rope_parameters": {"rope_type": "longrope"}}
         return {"hf_config": SimpleNamespace(to_dict=lambda: values), "max_model_len": length, "original_max_model_len": asked}
 
+    def at(commit: str | None) -> dict[str, Any]:
+        return {"model": "some/model", "revision": None if commit is None else ResolvedRevision(commit * 40, None, "some/model")}
+
+    # A text that is equal for all commits of a branch.
+    assert at("a")["revision"] == at("b")["revision"] == "main"
+    assert len({of(**at(commit)) for commit in ("a", "b", None)}) == 3
+
     assert of(max_model_len=77) == of(), "plain rotary positions are the same however long a request may be"
     found = [of(), of(quantization_config={"linear": "mxfp8"}), of(quantization_config={"linear": "mxfp4"})]
     found += [of(**media(mm_processor_kwargs=given)) for given in (None, {"do_normalize": False})]
@@ -122,6 +130,30 @@ def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path, monkey
     with_amx = of()
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     assert with_amx != of(), "vLLM packs K and V for its tiles"
+
+
+def test_weights_that_cannot_be_told_apart_want_a_fingerprint(tmp_path: Path) -> None:
+    config = vllm_config(Shape(), tmp_path)
+    local = config.model_config.model
+    resolved = ResolvedRevision("a" * 40, None, "some/model")
+
+    def known(model: str = local, revision: str | None = None, elsewhere: str = "", **load: Any) -> bool:
+        loads = SimpleNamespace(**{"load_format": "auto", "download_dir": str(tmp_path), "model_loader_extra_config": {}} | load)
+        like = SimpleNamespace(model=model, revision=revision, model_weights=elsewhere, hf_config=None)
+        server: Any = SimpleNamespace(model_config=like, load_config=loads)
+        try:
+            checks.known_weights(server, "")
+        except Unsupported:
+            checks.known_weights(server, "mine")
+            return False
+        return True
+
+    assert known() and known("some/model", resolved) and known("some/model", load_format="dummy")
+    assert not known("some/model"), "the hub did not answer, and nothing of it is here"
+    assert not known(elsewhere="s3://some/model")
+    assert not known(load_format="ipc_cache")
+    assert not known(load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": "s3://some/model.tensors"})
+    assert known(load_format="tensorizer", model_loader_extra_config={"tensorizer_config": {"tensorizer_dir": local}})
 
 
 def test_the_engine_of_the_package_reads_the_same_keys(tmp_path: Path) -> None:
