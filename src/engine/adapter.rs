@@ -25,6 +25,10 @@ impl ChunkSource for LogSource {
         Request::read(Arc::clone(&self.chunk.file), self.chunk.slot_offset + offset, buf, done)
     }
 
+    fn drive(&self) -> usize {
+        self.chunk.drive
+    }
+
     fn submit(&self, request: Request) -> Result<(), Rejected> {
         match self.log.drive(self.chunk.drive) {
             Some(drive) => drive.read.submit(request),

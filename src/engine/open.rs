@@ -23,7 +23,7 @@ const WHOLE_GROUP_BYTES: usize = 1 << 20;
 /// As [`WHOLE_GROUP_BYTES`], into a GPU's memory: larger copies need fewer launches and
 /// completions.
 const DEVICE_GROUP_BYTES: usize = 4 << 20;
-/// Bytes of reads in flight through host memory, for each drive. It is enough to keep a drive busy,
+/// Bytes of reads in flight from a drive through host memory. It is enough to keep a drive busy,
 /// and few enough that bytes are still in the processor's caches when they are checked and copied:
 /// with 64 MiB, loads are a quarter slower.
 const HOST_WINDOW_BYTES: usize = 8 << 20;
@@ -65,12 +65,11 @@ fn lcm(a: u32, b: u32) -> u32 {
     (a / x.max(1)).saturating_mul(b).max(1)
 }
 
-/// Bytes of reads in flight at most: twice what the settings let the I/O queues have at once, but
-/// through host memory no more than [`HOST_WINDOW_BYTES`] for each drive.
+/// Bytes of reads in flight from a drive at most: twice what the settings let its I/O queue have at
+/// once, but through host memory no more than [`HOST_WINDOW_BYTES`].
 fn window_bytes(settings: &Settings, host: bool) -> usize {
-    let drives = settings.drives.len().max(1);
     let queue = settings.max_concurrent_ops.saturating_mul(settings.block_size).saturating_mul(2);
-    if host { queue.min(HOST_WINDOW_BYTES.saturating_mul(drives)) } else { queue }
+    if host { queue.min(HOST_WINDOW_BYTES) } else { queue }
 }
 
 /// Staging pools and limits of the pipeline.
@@ -109,6 +108,7 @@ pub(super) fn pipeline_options(
         hits,
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
+        drives: settings.drives.len().max(1),
         window_bytes: window_bytes(settings, host),
         prefetch_bytes: PREFETCH_BYTES,
         max_stores: MAX_STORES,

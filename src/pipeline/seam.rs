@@ -18,6 +18,11 @@ pub trait ChunkSource: Send + Sync {
     /// the request.
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
+    /// Number of the drive that it is on.
+    fn drive(&self) -> usize {
+        0
+    }
+
     /// Submits a request of this chunk; never blocks.
     ///
     /// # Errors

@@ -150,12 +150,12 @@ impl Windows {
         let index = (r.first + at) as u16;
         match r.registered.get_mut(at) {
             Some(true) => Window::At(index),
-            Some(fresh) => {
+            Some(fresh) if !self.frozen => {
                 *fresh = true;
                 let offset = at * r.window_bytes;
                 Window::New { index, offset, len: r.window_bytes.min(r.len - offset) }
             }
-            None => Window::None,
+            _ => Window::None,
         }
     }
 
@@ -177,10 +177,6 @@ impl Windows {
     pub(super) fn freeze(&mut self) {
         self.frozen = true;
         self.regions.retain(|_, r| r.registered.iter().any(|x| *x));
-        for r in self.regions.values_mut() {
-            let last = r.registered.iter().rposition(|x| *x).map_or(0, |i| i + 1);
-            r.registered.truncate(last);
-        }
     }
 
     /// Uses no window from here on.
@@ -239,12 +235,13 @@ mod tests {
     #[test]
     fn after_a_failure_only_windows_registered_before_are_used() {
         let mut w = windows(&[Fake(1, 3 * WINDOW_BYTES)]);
-        assert!(matches!(w.find(1, 0, 1), Window::New { index: 0, .. }));
+        assert!(matches!(w.find(1, 2 * WINDOW_BYTES, 1), Window::New { index: 2, .. }));
         assert!(matches!(w.find(1, WINDOW_BYTES, 1), Window::New { index: 1, .. }));
         w.failed(1);
         w.freeze();
         assert_eq!(w.registered_bytes(), WINDOW_BYTES);
-        assert_eq!((w.find(1, 0, 1), w.find(1, WINDOW_BYTES, 1)), (Window::At(0), Window::None));
+        let found = [2, 1, 0].map(|at| w.find(1, at * WINDOW_BYTES, 1));
+        assert_eq!(found, [Window::At(2), Window::None, Window::None], "also below one that is registered");
     }
 
     #[test]

@@ -90,7 +90,7 @@ impl Lane {
             && let Ok(mut state) = self.state()
             && !state.life.stop
         {
-            state.puts.defer(*rejected.request);
+            state.puts.defer(Instant::now(), *rejected.request);
             drop(state);
             self.work.notify_one();
             return;
@@ -98,19 +98,20 @@ impl Lane {
         rejected.answer();
     }
 
-    /// Submits the writes that the queue did not take before; `false` where it is still full.
+    /// Submits the writes that the queue did not take before, and ends those that it has not taken
+    /// within the time-out; `false` where it is still full.
     pub(in crate::log) fn submit_deferred(&self) -> bool {
         let waiting = self.state().map(|mut state| state.puts.take_deferred()).unwrap_or_default();
         let mut waiting = waiting.into_iter();
-        while let Some(request) = waiting.next() {
+        while let Some((since, request)) = waiting.next() {
             let Err(rejected) = self.io.write.submit(request) else { continue };
-            if rejected.error.kind() != ErrorKind::Busy {
+            if rejected.error.kind() != ErrorKind::Busy || since.elapsed() > self.ctx.options.io_timeout {
                 rejected.answer();
                 continue;
             }
             let Ok(mut state) = self.state() else { return false };
-            state.puts.defer(*rejected.request);
-            waiting.for_each(|request| state.puts.defer(request));
+            state.puts.defer(since, *rejected.request);
+            waiting.for_each(|(since, request)| state.puts.defer(since, request));
             return false;
         }
         true

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::io::Request;
@@ -28,8 +28,8 @@ pub(in crate::log) struct Puts {
     /// Commits begun and not ended, by ticket.
     commits: BTreeSet<u64>,
     next_ticket: u64,
-    /// Writes that the queue did not take yet.
-    deferred: Vec<Request>,
+    /// Writes that the queue did not take yet, and since when.
+    deferred: Vec<(Instant, Request)>,
     unpublished: Vec<Box<dyn Unpublished>>,
 }
 
@@ -73,15 +73,15 @@ impl Puts {
         self.commits.first().is_some_and(|ticket| *ticket <= up_to)
     }
 
-    pub(in crate::log) fn defer(&mut self, request: Request) {
-        self.deferred.push(request);
+    pub(in crate::log) fn defer(&mut self, since: Instant, request: Request) {
+        self.deferred.push((since, request));
     }
 
     pub(in crate::log) fn has_deferred(&self) -> bool {
         !self.deferred.is_empty()
     }
 
-    pub(in crate::log) fn take_deferred(&mut self) -> Vec<Request> {
+    pub(in crate::log) fn take_deferred(&mut self) -> Vec<(Instant, Request)> {
         std::mem::take(&mut self.deferred)
     }
 

@@ -39,6 +39,7 @@ const DATA_FLUSH_EIO: u8 = 7;
 const INDEX_LOST: u8 = 8;
 const INDEX_EIO_ONCE: u8 = 9;
 const INDEX_BUSY: u8 = 10;
+const DATA_BUSY: u8 = 11;
 
 impl Switch {
     fn set(&self, fault: u8) {
@@ -60,6 +61,7 @@ impl Switch {
             // Every second request gets through.
             BUSY if self.hits.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) => Fault::Busy,
             INDEX_BUSY if is("index.kv") => Fault::Busy,
+            DATA_BUSY if is("data.kv") => Fault::Busy,
             FLUSH_EIO if request.op == Op::Flush => Fault::Fail,
             DATA_FLUSH_EIO if is("data.kv") && request.op == Op::Flush => Fault::Fail,
             INDEX_LOST if is("index.kv") && request.op == Op::Write => Fault::Ignore,
@@ -438,6 +440,16 @@ fn a_header_that_hangs_ends_with_a_time_out() {
     let (log, switch) = faulty(options(dir.path()));
     assert!(store(&log, 0));
     assert_eq!(put_with(&log, &switch, HANG, 1).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert!(!has(&log, 1) && has(&log, 0));
+    assert!(store(&log, 1) && has(&log, 1));
+}
+
+#[test]
+fn a_header_that_a_full_queue_never_takes_ends_at_the_time_out() {
+    let dir = temp();
+    let (log, switch) = faulty(LogOptions { io_timeout: Duration::from_millis(100), ..options(dir.path()) });
+    assert!(store(&log, 0));
+    assert_eq!(put_with(&log, &switch, DATA_BUSY, 1).unwrap_err().kind(), ErrorKind::Busy);
     assert!(!has(&log, 1) && has(&log, 0));
     assert!(store(&log, 1) && has(&log, 1));
 }

@@ -135,6 +135,8 @@ pub(super) struct LoadInner {
     after: Vec<Fence>,
     deadline: Option<Instant>,
     started: Instant,
+    /// When a read of it last ended well, or a scatter from the memory tier ended.
+    moved: Mutex<Instant>,
     /// Bytes of staging of the largest step from the memory tier to an accelerator.
     hit_bytes: usize,
     state: Mutex<LoadState>,

@@ -14,10 +14,12 @@
 //!   added.
 //! - Staging for hits comes from a pool of its own. Its slots are given away in pieces, and what is
 //!   left of the last one is kept for the next hit.
+//! - A drive that takes no read now, because its window or its queue is full, holds up no load of
+//!   another drive.
 //! - No lock is held while a read is submitted or a callback runs.
 
 use std::cmp::Reverse;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -39,7 +41,7 @@ use crate::tier::{MemoryTier, Rank};
 
 /// How long to wait before a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
-/// When nothing has moved for this many I/O time-outs, all loads are given up.
+/// A load of which nothing has moved for this many I/O time-outs is given up.
 const STALLED_TIMEOUTS: u32 = 2;
 
 /// Called when a load has finished.
@@ -55,12 +57,14 @@ pub(in crate::pipeline) struct LoadPump {
     /// Kicks since pumping began; 0 while no thread pumps.
     kicks: AtomicUsize,
     turns: Mutex<Turns>,
-    /// Bytes of reads that were submitted and have not ended.
-    reading: AtomicUsize,
     watch: Mutex<Watch>,
     watch_changed: Condvar,
     watcher: Mutex<Option<JoinHandle<()>>>,
 }
+
+/// The next read: its load, its drive, the memory that it goes to, and, where that is a frame and
+/// the device an accelerator, the staging that its bytes are copied to afterwards.
+type NextRead = (Arc<LoadInner>, ReadStep, usize, (Buf, Option<Buf>));
 
 /// A load, a chunk of it, and layers of that chunk that are to be overwritten with zeros.
 type Wipe = (Arc<LoadInner>, (usize, Vec<usize>));
@@ -76,12 +80,30 @@ struct Turns {
     hit_slot: Option<SlotPieces>,
     /// A slot of staging that was taken and not used, for the next read or wipe.
     spare: Option<Buf>,
-    /// No read is submitted, because a queue was full or the host had no memory; until a read ends
-    /// or [`RETRY`] has passed.
+    drives: HashMap<usize, DriveReads>,
+}
+
+/// The reads of a drive.
+#[derive(Default)]
+struct DriveReads {
+    /// Bytes of those that were submitted and have not ended.
+    bytes: usize,
+    /// None is submitted, because the queue was full or the host had no memory; until one ends or
+    /// [`RETRY`] has passed.
     blocked: bool,
 }
 
+impl DriveReads {
+    fn takes_none(&self, window_bytes: usize) -> bool {
+        self.blocked || (self.bytes > 0 && self.bytes >= window_bytes)
+    }
+}
+
 impl Turns {
+    fn drive(&mut self, drive: usize) -> &mut DriveReads {
+        self.drives.entry(drive).or_default()
+    }
+
     /// The memory that `step` is read into. A header that is read alone is checked on the host, so
     /// where staging lies on an accelerator it gets host memory of its own, and `slot` becomes the
     /// spare. `None` where the host has no memory for it now.
@@ -97,9 +119,7 @@ impl Turns {
 struct Watch {
     /// Loads that have not finished.
     active: Vec<Arc<LoadInner>>,
-    /// When a read last ended well, or a scatter from the memory tier ended.
-    moved: Instant,
-    /// The watching thread is to unblock [`Turns::blocked`] after [`RETRY`].
+    /// The watching thread is to unblock all drives after [`RETRY`].
     retry: bool,
     closed: bool,
 }
@@ -120,8 +140,7 @@ impl LoadPump {
             pid: std::process::id(),
             kicks: AtomicUsize::new(0),
             turns: Mutex::default(),
-            reading: AtomicUsize::new(0),
-            watch: Mutex::new(Watch { active: Vec::new(), moved: Instant::now(), retry: false, closed: false }),
+            watch: Mutex::new(Watch { active: Vec::new(), retry: false, closed: false }),
             watch_changed: Condvar::new(),
             watcher: Mutex::new(None),
         });
@@ -182,6 +201,7 @@ impl LoadPump {
             after: spec.after,
             deadline: spec.deadline,
             started: Instant::now(),
+            moved: Mutex::new(Instant::now()),
             hit_bytes,
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -220,9 +240,6 @@ impl LoadPump {
         let mut watch = self.watch.lock();
         if watch.closed {
             return false;
-        }
-        if watch.active.is_empty() {
-            watch.moved = Instant::now();
         }
         watch.active.push(Arc::clone(load));
         self.watch_changed.notify_all();
@@ -277,11 +294,11 @@ impl LoadPump {
             load.copy_in(step, frame, slot);
             return true;
         }
-        let Some((load, step, buf, slot)) = self.next() else { return false };
+        let Some((load, step, drive, (buf, slot))) = self.next() else { return false };
         let Some((source, request)) = load.request(&step, buf, slot) else { return true };
-        self.reading.fetch_add(step.span.len, Ordering::AcqRel);
+        self.turns.lock().drive(drive).bytes += step.span.len;
         let Err(Rejected { request, error }) = source.submit(request) else { return true };
-        self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
+        self.turns.lock().drive(drive).bytes -= step.span.len;
         let Request { buf, .. } = *request;
         if error.kind() == ErrorKind::Busy {
             load.state.lock().unread(step);
@@ -293,11 +310,11 @@ impl LoadPump {
                 Some(buf) if buf.region().is_some() => turns.spare.replace(buf),
                 not_staging => not_staging,
             };
-            turns.blocked = true;
+            turns.drive(drive).blocked = true;
             drop(turns);
             drop(freed);
             self.retry_soon();
-            return false;
+            return true;
         }
         drop(buf);
         load.fail(step.chunk, MissCause::of(&error));
@@ -384,77 +401,88 @@ impl LoadPump {
         }
     }
 
-    /// The next read: its load, the memory that it goes to, and, where that is a frame and the
-    /// device an accelerator, the staging that its bytes are copied to afterwards.
-    fn next(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf, Option<Buf>)> {
+    fn next(&self) -> Option<NextRead> {
+        let mut passed = Vec::new();
+        let next = self.next_of(&mut passed);
+        if !passed.is_empty() {
+            let mut turns = self.turns.lock();
+            passed.into_iter().rev().for_each(|load| push_first(&mut turns.queue, load));
+        }
+        next
+    }
+
+    /// As [`LoadPump::next`]; takes loads out of the queue whose drive takes no read now.
+    fn next_of(&self, passed: &mut Vec<Arc<LoadInner>>) -> Option<NextRead> {
+        let window = self.options.window_bytes;
         loop {
             let mut turns = self.turns.lock();
-            let reading = self.reading.load(Ordering::Acquire);
             if turns.queue.is_empty() {
-                let spare = turns.spare.take();
+                let spare = if passed.is_empty() { turns.spare.take() } else { None };
                 drop(turns);
                 // After the lock: the hook of a freed slot kicks.
                 drop(spare);
                 return None;
             }
-            if turns.blocked || (reading > 0 && reading >= self.options.window_bytes) {
+            if turns.drives.values().filter(|drive| drive.takes_none(window)).count() >= self.options.drives {
                 return None;
             }
             let buf = turns.spare.take().or_else(|| self.pool.try_take())?;
             let load = turns.queue.pop_front();
             drop(turns);
-            let (step, frame, more) = match &load {
-                Some(load) => {
-                    let mut state = load.state.lock();
-                    let mut step = state.next_step();
-                    let frame = step.as_mut().and_then(|step| state.frame_part(step));
-                    (step, frame, state.has_steps())
-                }
-                None => (None, None, false),
+            let step = load.as_ref().and_then(|load| load.state.lock().next_step());
+            let found = load.as_ref().zip(step).and_then(|(load, step)| Some((load, load.drive_of(&step)?, step)));
+            let mut turns = self.turns.lock();
+            let Some((load, drive, mut step)) = found else {
+                // For the next load; given back above where there is none.
+                turns.spare = Some(buf);
+                continue;
+            };
+            if turns.drive(drive).takes_none(window) {
+                turns.spare = Some(buf);
+                drop(turns);
+                load.state.lock().unread(step);
+                passed.push(Arc::clone(load));
+                continue;
+            }
+            drop(turns);
+            let (frame, more) = {
+                let state = load.state.lock();
+                (state.frame_part(&mut step), state.has_steps())
             };
             let mut turns = self.turns.lock();
-            if more && let Some(load) = &load {
+            if more {
                 push_once(&mut turns.queue, load);
             }
-            match (load, step) {
-                (Some(load), Some(step)) => {
-                    let (buf, slot) = match frame {
-                        Some(frame) if buf.place() == MemorySpace::Host => {
-                            turns.spare = Some(buf);
-                            (Some(frame), None)
-                        }
-                        Some(frame) => (Some(frame), Some(buf)),
-                        None => (turns.for_step(&step, buf), None),
-                    };
-                    if let Some(buf) = buf {
-                        return Some((load, step, buf, slot));
-                    }
-                    load.state.lock().unread(step);
-                    push_first(&mut turns.queue, load);
-                    turns.blocked = true;
-                    drop(turns);
-                    self.retry_soon();
-                    return None;
+            let (buf, slot) = match frame {
+                Some(frame) if buf.place() == MemorySpace::Host => {
+                    turns.spare = Some(buf);
+                    (Some(frame), None)
                 }
-                // For the next load; given back above where there is none.
-                _ => turns.spare = Some(buf),
+                Some(frame) => (Some(frame), Some(buf)),
+                None => (turns.for_step(&step, buf), None),
+            };
+            if let Some(buf) = buf {
+                return Some((Arc::clone(load), step, drive, (buf, slot)));
             }
+            load.state.lock().unread(step);
+            push_first(&mut turns.queue, Arc::clone(load));
+            turns.drive(drive).blocked = true;
+            drop(turns);
+            self.retry_soon();
         }
     }
 
-    /// The read of `step` has ended, well or not.
-    pub(super) fn read_ended(&self, step: &ReadStep, well: bool) {
-        self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
-        self.turns.lock().blocked = false;
+    /// A read of `load` from `drive` has ended, well or not.
+    pub(super) fn read_ended(&self, (load, step): (&LoadInner, &ReadStep), drive: usize, well: bool) {
+        let mut turns = self.turns.lock();
+        let reads = turns.drive(drive);
+        reads.bytes -= step.span.len;
+        reads.blocked = false;
+        drop(turns);
         if well {
-            self.watch.lock().moved = Instant::now();
+            load.moved();
             self.stats.read(step.span.len as u64);
         }
-    }
-
-    /// A scatter from the memory tier has ended, which counts as movement.
-    pub(super) fn moved(&self) {
-        self.watch.lock().moved = Instant::now();
     }
 
     /// Counts a load that has finished. Called before anybody can learn that it has, so that its
@@ -518,32 +546,25 @@ impl LoadPump {
 
     fn watch(&self) {
         let stall = self.options.io_timeout * STALLED_TIMEOUTS;
+        let ends_at = |l: &Arc<LoadInner>| {
+            let stalled = *l.moved.lock() + stall;
+            l.deadline.map_or(stalled, |deadline| deadline.min(stalled))
+        };
         let mut watch = self.watch.lock();
         while !(watch.closed && watch.active.is_empty()) {
             let now = Instant::now();
-            let stalled = now >= watch.moved + stall;
             // A load that was given up stays active until the device has left its memory. There is
             // nothing more to do for it here.
             let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
-            let is_late = |l: &&Arc<LoadInner>| stalled || l.deadline.is_some_and(|d| d <= now);
-            let late: Vec<_> = watch.active.iter().filter(waits).filter(is_late).cloned().collect();
+            let late: Vec<_> = watch.active.iter().filter(waits).filter(|l| ends_at(l) <= now).cloned().collect();
             let retry = std::mem::take(&mut watch.retry);
             if !late.is_empty() || retry {
                 drop(watch);
                 self.attend(late, retry);
                 watch = self.watch.lock();
-                if stalled {
-                    watch.moved = now;
-                }
                 continue;
             }
-            let deadlines = watch.active.iter().filter(waits).filter_map(|l| l.deadline).min();
-            let wake = watch
-                .active
-                .iter()
-                .any(|l| !l.is_given_up())
-                .then(|| deadlines.map_or(watch.moved + stall, |d| d.min(watch.moved + stall)));
-            match wake {
+            match watch.active.iter().filter(waits).map(ends_at).min() {
                 Some(at) => {
                     let _ = self.watch_changed.wait_until(&mut watch, at);
                 }
@@ -554,12 +575,12 @@ impl LoadPump {
 
     fn attend(&self, late: Vec<Arc<LoadInner>>, retry: bool) {
         for load in late {
-            tracing::warn!("a load is given up: it passed its deadline, or nothing has moved for two I/O time-outs");
+            tracing::warn!("a load is given up: it passed its deadline, or nothing of it has moved for two I/O time-outs");
             load.end(MissCause::TimedOut);
         }
         if retry {
             thread::sleep(RETRY);
-            self.turns.lock().blocked = false;
+            self.turns.lock().drives.values_mut().for_each(|drive| drive.blocked = false);
             self.kick();
         }
     }

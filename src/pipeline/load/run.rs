@@ -12,6 +12,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::LoadInner;
 use super::state::{LoadState, ReadStep};
@@ -31,16 +32,31 @@ impl LoadInner {
         slot: Option<Buf>,
     ) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
-        let (load, own_step) = (Arc::clone(self), step.clone());
-        let done = Box::new(move |completion: Completion| load.read_done(own_step, completion, slot));
+        let (load, own_step, own_source) = (Arc::clone(self), step.clone(), Arc::clone(&source));
+        let done = Box::new(move |completion: Completion| load.read_done((own_step, own_source), completion, slot));
         let request = source.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
         Some((source, request))
     }
 
-    fn read_done(self: &Arc<Self>, step: ReadStep, Completion { result, buf, .. }: Completion, slot: Option<Buf>) {
+    /// The drive of a step; `None` where the load has finished and dropped its chunks.
+    pub(super) fn drive_of(&self, step: &ReadStep) -> Option<usize> {
+        Some(self.chunks.lock().get(step.chunk)?.source.drive())
+    }
+
+    /// Something of the load has come.
+    pub(super) fn moved(&self) {
+        *self.moved.lock() = Instant::now();
+    }
+
+    fn read_done(
+        self: &Arc<Self>,
+        (step, source): (ReadStep, Arc<dyn ChunkSource>),
+        Completion { result, buf, .. }: Completion,
+        slot: Option<Buf>,
+    ) {
         let pump = Arc::clone(&self.pump);
-        pump.read_ended(&step, result.is_ok());
+        pump.read_ended((self, &step), source.drive(), result.is_ok());
         match (result, buf) {
             (Ok(()), Some(buf)) => match slot {
                 Some(slot) => self.copy_in(step, buf, slot),
@@ -50,6 +66,11 @@ impl LoadInner {
             (Err(e), buf) => {
                 drop(buf);
                 tracing::debug!(chunk = step.chunk, error = %e, "a read failed");
+                // The load may have ended before its read did, at a deadline that is shorter than
+                // the time-out of I/O: the log is to hear of the drive all the same.
+                if self.state.lock().begin_late_report(step.chunk) {
+                    source.report_bad(MissCause::of(&e));
+                }
                 self.fail(step.chunk, MissCause::of(&e));
             }
         }
@@ -194,7 +215,7 @@ impl LoadInner {
             }
         });
         if step.in_memory {
-            self.pump.moved();
+            self.moved();
             self.feed();
         }
     }
@@ -231,7 +252,8 @@ impl LoadInner {
                 return None;
             }
             let bad = judge(&mut state, step.chunk, header, extents);
-            if step.framed {
+            // A header that is read alone may come last, and is no part of the frame.
+            if step.framed || step.layers.is_empty() {
                 state.framed(step.chunk, wanted.len());
             }
             return bad;

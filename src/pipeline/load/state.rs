@@ -120,6 +120,8 @@ pub(super) struct LoadState {
     busy_failed: usize,
     /// Chunks that are being reported as bad.
     reporting: usize,
+    /// A chunk was reported as bad.
+    reported: bool,
     /// Chunks and layers in the caller's memory that do not verify, or that no header will come
     /// for, and whose wiping has not been asked for yet.
     wipes: Vec<(usize, Vec<usize>)>,
@@ -190,6 +192,7 @@ impl LoadState {
             first_damaged: None,
             busy_failed: 0,
             reporting: 0,
+            reported: false,
             wipes: Vec::new(),
             wiping: 0,
             sealed: false,
@@ -518,7 +521,14 @@ impl LoadState {
     pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
         let is_first = !self.finished && self.is_alive(chunk);
         self.reporting += usize::from(is_first);
+        self.reported |= is_first;
         is_first
+    }
+
+    /// Whether a failed read is to be reported although its load or chunk was given up before it
+    /// failed: once for a load.
+    pub(super) fn begin_late_report(&mut self, chunk: usize) -> bool {
+        (self.finished || !self.is_alive(chunk)) && !std::mem::replace(&mut self.reported, true)
     }
 
     pub(super) fn end_report(&mut self, begun: bool) {

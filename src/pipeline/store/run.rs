@@ -82,7 +82,11 @@ impl StoreInner {
     }
 
     fn gather(self: &Arc<Self>, step: StoreStep, staging: Buf, frame: Option<Buf>) {
-        let Some((parts, after)) = self.state.lock().submit(&step) else { return };
+        let submitted = self.state.lock().submit(&step);
+        let Some((parts, after)) = submitted else {
+            // The last gather of the store may have been this one.
+            return self.update(|_| ());
+        };
         let store = Arc::clone(self);
         let launched = {
             let (store, step) = (Arc::clone(self), step.clone());
@@ -275,12 +279,12 @@ impl Retry {
         (self.sink.drive(), self.request.buf.as_ref().map(Buf::place))
     }
 
-    /// Whether its store is over.
+    /// Whether its chunk is over, or was begun again.
     pub(super) fn is_over(&self) -> bool {
-        self.store.glance.finished.load(Ordering::Acquire)
+        self.store.glance.finished.load(Ordering::Acquire) || !self.store.state.lock().is_open(&self.step)
     }
 
-    /// Submits the write again, unless its store is over; gives it back where the queue is still
+    /// Submits the write again, unless its chunk is over; gives it back where the queue is still
     /// full.
     pub(super) fn again(self) -> Option<Self> {
         let is_over = self.is_over();

@@ -464,6 +464,12 @@ impl StoreState {
         }
     }
 
+    /// Whether the writes of a step are wanted: its chunk has not been shed or begun again since.
+    pub(super) fn is_open(&self, step: &StoreStep) -> bool {
+        let of = self.chunks.get(step.chunk).filter(|c| c.attempt == step.attempt);
+        of.is_some_and(|c| matches!(c.phase, StorePhase::Open(_)))
+    }
+
     /// A write of the step's extents failed.
     pub(super) fn not_written(&mut self, step: &StoreStep, cause: ShedCause) {
         if self.chunks.get(step.chunk).is_some_and(|c| c.attempt == step.attempt) {

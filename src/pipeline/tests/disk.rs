@@ -32,6 +32,8 @@ pub(super) struct Seen {
     pub(super) write: bool,
 }
 
+type CommitDone = Box<dyn FnOnce(Result<bool>) + Send>;
+
 struct Pending {
     seen: Seen,
     request: Request,
@@ -45,11 +47,14 @@ struct Inside {
     running: bool,
     fates: HashMap<usize, Fate>,
     busy: usize,
+    /// A slot of which every transfer is refused as busy.
+    busy_slot: Option<usize>,
     refused: Vec<Seen>,
     log: Vec<Seen>,
     hanging: Vec<Buf>,
     bad: Vec<(usize, MissCause)>,
     committed: Vec<usize>,
+    commits: Option<Vec<CommitDone>>,
     /// Another process has stored what is committed.
     late: bool,
     stop: bool,
@@ -130,6 +135,27 @@ impl Disk {
     /// Refuses the next `n` transfers as busy.
     pub(super) fn busy(&self, n: usize) {
         self.inside.lock().busy = n;
+    }
+
+    /// Refuses every transfer of a slot as busy.
+    pub(super) fn refuse(&self, slot: usize) {
+        self.inside.lock().busy_slot = Some(slot);
+    }
+
+    /// From now on commits do not end before [`Disk::end_commits`].
+    pub(super) fn hold_commits(&self) {
+        self.inside.lock().commits = Some(Vec::new());
+    }
+
+    /// Ends the commits that are held, well.
+    pub(super) fn end_commits(&self) {
+        let held = self.inside.lock().commits.take().unwrap_or_default();
+        held.into_iter().for_each(|done| done(Ok(true)));
+    }
+
+    /// How many commits are held.
+    pub(super) fn held_commits(&self) -> usize {
+        self.inside.lock().commits.as_ref().map_or(0, Vec::len)
     }
 
     /// The transfers that were refused as busy.
@@ -217,8 +243,8 @@ impl Disk {
     fn submit(&self, slot: usize, request: Request) -> Result<(), Rejected> {
         let mut inside = self.inside.lock();
         let seen = Seen { slot, offset: request.offset, write: request.op == Op::Write };
-        if inside.busy > 0 {
-            inside.busy -= 1;
+        if inside.busy > 0 || inside.busy_slot == Some(slot) {
+            inside.busy = inside.busy.saturating_sub(1);
             inside.refused.push(seen);
             return Err(Rejected { request: Box::new(request), error: Error::new(ErrorKind::Busy, "injected") });
         }
@@ -245,6 +271,7 @@ pub(super) struct Slot {
     pub(super) slot: usize,
     pub(super) key: ChunkKey,
     pub(super) layout: SlotLayout,
+    pub(super) drive: usize,
 }
 
 impl ChunkSource for Slot {
@@ -254,6 +281,10 @@ impl ChunkSource for Slot {
 
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
         Request::read(no_file(), offset, buf, done)
+    }
+
+    fn drive(&self) -> usize {
+        self.drive
     }
 
     fn submit(&self, request: Request) -> Result<(), Rejected> {
@@ -286,6 +317,10 @@ impl ChunkSink for Slot {
         Request::write(no_file(), offset, buf, done)
     }
 
+    fn drive(&self) -> usize {
+        self.drive
+    }
+
     fn submit(&self, request: Request) -> Result<(), Rejected> {
         self.disk.submit(self.slot, request)
     }
@@ -294,7 +329,7 @@ impl ChunkSink for Slot {
         Some(FrameId { key: self.key, sequence: 1 })
     }
 
-    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<bool>) + Send>) {
+    fn commit(&self, crcs: Vec<u32>, done: CommitDone) {
         let header = SlotHeader {
             layers: SlotHeader::layer_table(&self.layout, &crcs),
             ..SlotHeader::new(KeyKind::Chain, self.key)
@@ -308,6 +343,9 @@ impl ChunkSink for Slot {
         let at = self.layout.header_offset as usize;
         inside.slots[self.slot][at..at + bytes.len()].copy_from_slice(&bytes);
         inside.committed.push(self.slot);
+        if let Some(held) = &mut inside.commits {
+            return held.push(done);
+        }
         drop(inside);
         done(Ok(true));
     }

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use futures_core::Stream;
 
-use super::disk::Fate;
-use super::world::{LAYERS, TOKENS, World};
+use super::disk::{Fate, Slot};
+use super::world::{EXTENT, LAYERS, TOKENS, World};
 use crate::error::ErrorKind;
 use crate::paged::ChunkPlan;
-use crate::pipeline::{Absent, LayerReady, Load, LoadResult, MissCause};
+use crate::pipeline::{Absent, LayerReady, Load, LoadResult, LoadSpec, MissCause, PipelineOptions};
 
 const T: usize = TOKENS as usize;
 
@@ -204,6 +204,7 @@ fn a_damaged_or_foreign_header_is_a_miss() {
         slot: slots[0].slot,
         key: slots[2].key,
         layout: slots[0].layout.clone(),
+        drive: 0,
     });
     let result = w.load(&to, &slots).wait();
     assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1), "the wrong chunk's bytes are not served");
@@ -248,6 +249,85 @@ fn failed_short_and_hung_reads_are_misses_by_cause() {
         w.disk.let_go();
         w.assert_staging_free();
     }
+}
+
+#[test]
+fn a_read_that_fails_after_its_load_was_given_up_is_reported_once() {
+    let w = World::new(8, 4);
+    let (slots, _) = w.stored(1);
+    w.disk.pause();
+    w.disk.fate(slots[0].slot, Fate::Hang);
+    let to = w.kv(1);
+    let deadline = Some(Instant::now() + Duration::from_millis(5));
+    let load = w.pipeline().load(LoadSpec { deadline, ..w.load_spec(&to, &slots) }).unwrap();
+    assert_eq!(load.wait().missed(MissCause::TimedOut), 1);
+    assert_eq!(w.disk.bad(), [], "its reads may still come");
+    w.disk.run();
+    w.disk.wait_hanging(LAYERS);
+    while w.disk.bad().is_empty() {
+        std::thread::yield_now();
+    }
+    w.disk.let_go();
+    w.assert_staging_free();
+    assert_eq!(w.disk.bad(), [(slots[0].slot, MissCause::TimedOut)]);
+}
+
+/// A chunk on each of two drives, and what they hold.
+fn two_drives(change: impl FnOnce(&mut PipelineOptions)) -> (World, [Arc<Slot>; 2]) {
+    let w = World::with(16, 4, |o| {
+        o.drives = 2;
+        change(o);
+    });
+    let (slots, _) = w.stored(2);
+    let on = |at: usize| Slot { drive: at, disk: Arc::clone(&w.disk), layout: slots[at].layout.clone(), ..*slots[at] };
+    let slots = [Arc::new(on(0)), Arc::new(on(1))];
+    (w, slots)
+}
+
+/// Ends the transfers of a slot until a load is over.
+fn end_of(w: &World, slot: &Slot, load: &Load) -> LoadResult {
+    loop {
+        if let Some(result) = load.wait_for(Duration::from_millis(1)) {
+            return result;
+        }
+        while let Some(at) = w.disk.held().iter().position(|seen| seen.slot == slot.slot) {
+            w.disk.end_one(at);
+        }
+    }
+}
+
+#[test]
+fn a_drive_that_hangs_holds_up_no_load_of_another() {
+    for refuses in [false, true] {
+        let (w, [hung, good]) = two_drives(|o| o.window_bytes = EXTENT);
+        w.disk.pause();
+        if refuses {
+            w.disk.refuse(hung.slot);
+        }
+        let (a, b) = (w.kv(1), w.kv(1));
+        let late = w.load(&a, &[Arc::clone(&hung)]);
+        if !refuses {
+            w.disk.wait_held(1);
+        }
+        let load = w.load(&b, &[Arc::clone(&good)]);
+        assert_eq!(end_of(&w, &good, &load).tokens, T, "refuses: {refuses}");
+        assert_eq!(late.wait_for(Duration::ZERO), None);
+        let of_hung = w.disk.held().iter().filter(|seen| seen.slot == hung.slot).count();
+        assert_eq!(of_hung, usize::from(!refuses), "its window is full");
+    }
+}
+
+#[test]
+fn a_load_of_which_nothing_moves_is_given_up_beside_others_that_move() {
+    let (w, [hung, good]) = two_drives(|o| o.io_timeout = Duration::from_millis(20));
+    w.disk.pause();
+    let (a, b) = (w.kv(1), w.kv(1));
+    let late = w.load(&a, &[Arc::clone(&hung)]);
+    while late.wait_for(Duration::ZERO).is_none() {
+        let load = w.load(&b, &[Arc::clone(&good)]);
+        assert_eq!(end_of(&w, &good, &load).tokens, T);
+    }
+    assert_eq!(late.wait().missed(MissCause::TimedOut), 1);
 }
 
 #[test]

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::disk::{Fate, Slot};
 use super::world::{EXTENT, Kv, LAYERS, TOKENS, World};
-use crate::device::{HugePages, StagingOptions};
+use crate::device::{HugePages, StagingOptions, StagingPool};
 use crate::error::ErrorKind;
 use crate::format::crc;
 use crate::pipeline::{ChunkSource, LoadResult, MissCause, PipelineOptions};
@@ -284,4 +284,30 @@ fn many_loads_at_once_over_few_frames_get_their_bytes() {
     let stats = tier.stats();
     assert!(stats.hits > 0 && stats.misses > 0 && stats.evicted > 0 && stats.damaged == 0, "{stats:?}");
     w.assert_staging_free();
+}
+
+#[test]
+fn a_chunk_whose_header_comes_last_is_kept_too() {
+    let slots_of_an_extent = |o: &mut PipelineOptions| {
+        let options =
+            StagingOptions { bytes: 16 * EXTENT, slot_bytes: EXTENT, hugepages: HugePages::Off, numa: None };
+        o.load_pool = StagingPool::new(&options).unwrap();
+    };
+    let (w, tier) = world_with(1, 16, slots_of_an_extent);
+    let (slots, from) = w.stored(1);
+    // Stores fill frames too.
+    tier.retain(|_| false);
+    let before = tier.stats().filled;
+    w.disk.pause();
+    let to = w.kv(1);
+    let load = w.load(&to, &slots);
+    w.disk.wait_held(LAYERS + 1);
+    let header = u64::from(slots[0].layout.header_offset);
+    while let Some(at) = w.disk.held().iter().position(|seen| seen.offset != header) {
+        w.disk.end_one(at);
+    }
+    w.disk.run();
+    assert_eq!(load.wait().tokens, T);
+    assert!(to.bytes() == from.bytes());
+    assert_eq!(tier.stats().filled, before + 1);
 }

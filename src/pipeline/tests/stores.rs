@@ -321,6 +321,25 @@ fn writes_that_a_full_queue_never_takes_end_at_the_time_out_and_at_a_close() {
 }
 
 #[test]
+fn a_close_does_not_wait_for_refused_writes_of_chunks_that_are_given_up() {
+    // The time-out of I/O is longer than any test runs.
+    let w = World::with(4, 8, |o| o.io_timeout = Duration::from_secs(3600));
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(16));
+    w.disk.hold_commits();
+    w.disk.refuse(slots[1].slot);
+    let store = w.store(w.store_spec(&kv, &slots));
+    store.all_layers();
+    while w.disk.held_commits() == 0 || w.disk.refused().is_empty() {
+        std::thread::yield_now();
+    }
+    w.pipeline().close(Instant::now());
+    w.disk.end_commits();
+    let result = store.wait();
+    assert_eq!((result.stored, result.shed(ShedCause::Closed)), (1, 1));
+    w.assert_staging_free();
+}
+
+#[test]
 fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
     let w = World::new(4, 4);
     let (slots, kv) = (w.slots(2), w.kv(2).filled(12));

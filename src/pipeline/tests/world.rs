@@ -114,6 +114,7 @@ impl World {
             hits: None,
             group_bytes: EXTENT,
             whole_group_bytes: EXTENT,
+            drives: 1,
             window_bytes: 1 << 30,
             prefetch_bytes: 2 * EXTENT,
             max_stores: 8,
@@ -138,7 +139,7 @@ impl World {
             .map(|_| {
                 let slot = self.disk.add_slot(layout.slot_bytes);
                 let key = ChunkKey([slot as u8 + 1; 32]);
-                Arc::new(Slot { disk: Arc::clone(&self.disk), slot, key, layout: layout.clone() })
+                Arc::new(Slot { disk: Arc::clone(&self.disk), slot, key, layout: layout.clone(), drive: 0 })
             })
             .collect()
     }
