@@ -1,5 +1,5 @@
-//! Forebay keeps the KV cache of an LLM server on local NVMe and brings it back layer by layer,
-//! faster than it can be recomputed.
+//! Forebay keeps the KV cache of an LLM server on local NVMe and loads it, layer by layer, when a
+//! prompt's prefix returns.
 //!
 //! [`engine::Engine`] stores and loads the chunks of prompts, [`objects::ObjectStore`] stores bytes
 //! under any key, and [`connector`] is what a serving engine's scheduler and workers call. The rest

@@ -10,8 +10,9 @@ import forebay
 def open_store(namespace: str = "default", **settings: Any) -> forebay.ObjectStore:
     """LMCache's values as objects in the cache directories of `settings`, under LMCache's own keys.
 
-    `namespace` separates servers that must not see each other's values, such as two versions of a model under one name; LMCache's
-    keys have the model's name, the ranks and the layout. All other arguments are Forebay's settings (docs/configuration.md).
+    `namespace` separates servers that must not see each other's values, such as two versions of a model under one name, or two
+    KV types: LMCache's keys have the model's name, the ranks and the tokens. All other arguments are Forebay's settings
+    (docs/configuration.md).
     """
     if "max_capacity_gb" in settings or "eviction" in settings:
         raise forebay.ConfigError(

@@ -1,11 +1,9 @@
 //! Queue, lanes and threads for the scatters, or for the gathers: a submitting thread, and for each
-//! lane a stream and a thread that waits for its work.
+//! lane a CUDA stream and a thread that waits for its work.
 //!
-//! The work of a lane runs in order, so a job waits for the fences of the jobs before it. Lane 0
-//! has the jobs whose `after` has passed. Every other lane belongs, while work is in it, to one set
-//! of fences that have not passed. So a load whose fences have not passed delays no other load, and
-//! no two loads can wait for each other through a stream's order. A job for which no lane is free
-//! stays in the queue.
+//! Stream 0 runs jobs that wait for no fence any more. Each other stream serves one set of pending
+//! fences at a time, so a load that is blocked delays no other, and no two loads can wait for each
+//! other through a stream's order. A job for which no stream is free stays in the queue.
 //!
 //! Must not: call back with the queue locked, or let the submitting thread wait for the GPU.
 
