@@ -11,12 +11,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, Counter, EngineLookup, Finished, GAUGES, KvEvents, NewRequest,
-    PrefixLookup, RanksLookup, RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker,
-    WorkerMeta, WorkerStats, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ConnectorOptions, Counter, Finished, GAUGES, KvEvents, NewRequest, PrefixLookup,
+    RanksLookup, RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker, WorkerMeta,
+    WorkerStats, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
-use forebay::engine::Engine;
 use forebay::{Error, ErrorKind};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -174,22 +173,6 @@ impl SchedulerSide {
 
 #[pymethods]
 impl SchedulerSide {
-    /// A scheduler side that looks prompts up in `engines`, one per rank: what the least of them
-    /// has counts.
-    #[new]
-    #[pyo3(signature = (engines, *, block_tokens, num_blocks, **options))]
-    fn new(
-        engines: Vec<PyRef<'_, PyEngine>>,
-        block_tokens: Vec<u32>,
-        num_blocks: usize,
-        options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Self> {
-        let engines: Vec<Arc<Engine>> = engines.iter().map(|e| e.get().cloned()).collect::<PyResult<_>>()?;
-        let first = engines.first().ok_or_else(|| to_py(&invalid("a scheduler side needs at least one engine")))?;
-        let of_engine = ConnectorOptions::new(first.settings(), first.geometry(), (&block_tokens, num_blocks)).py()?;
-        Self::over(self::options(of_engine, options)?, Box::new(EngineLookup::new(engines)))
-    }
-
     /// A scheduler side for workers that say themselves which KV they have and where their caches
     /// lie: those that `config` names on this machine are looked into, other workers are asked.
     /// `windows`: each KV cache group's sliding window or None.

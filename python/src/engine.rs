@@ -16,7 +16,6 @@ use crate::error::{IntoPy, invalid, to_py};
 use crate::ints::ints;
 use crate::load::PyLoad;
 use crate::paged::{Hints, PyPagedKv, paged_kv};
-use crate::pins::Pins;
 use crate::prefetch::PyPrefetch;
 use crate::store::PyStore;
 
@@ -72,7 +71,6 @@ pub(crate) struct PyEngine {
     engine: Option<Arc<Engine>>,
     layout: Option<String>,
     on_host: bool,
-    pins: Pins,
 }
 
 impl PyEngine {
@@ -131,7 +129,7 @@ impl PyEngine {
             Ok((Engine::open(&settings, geometry, device)?, on_host))
         });
         let (engine, on_host) = opened.py()?;
-        Ok(Self { engine: Some(Arc::new(engine)), layout, on_host, pins: Pins::new() })
+        Ok(Self { engine: Some(Arc::new(engine)), layout, on_host })
     }
 
     /// Whether the cache is open: neither disabled nor closed.
@@ -177,26 +175,14 @@ impl PyEngine {
         Ok(PyPagedKv(paged_kv(self.get()?.geometry(), kv_layers, &self.hints(layout))?))
     }
 
-    /// How many tokens of the prompt, from its start, can be loaded. Their chunks are not evicted
-    /// for `pin_ms` milliseconds, as far as `lease_share` allows.
-    #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
-    fn lookup(
-        &self,
-        py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
-        extra: Option<&Bound<'_, PyAny>>,
-        pin_ms: u64,
-    ) -> PyResult<usize> {
-        let found = self.find(py, tokens, extra, pin_ms)?;
-        let tokens = found.0.matched_tokens;
-        if pin_ms > 0 {
-            // The caller gets a number and cannot hold the leases: kept until they are over.
-            self.pins.keep(found.0, Duration::from_millis(pin_ms));
-        }
-        Ok(tokens)
+    /// How many tokens of the prompt, from its start, can be loaded.
+    #[pyo3(signature = (tokens, extra=None))]
+    fn lookup(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, extra: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        Ok(self.find(py, tokens, extra, 0)?.0.matched_tokens)
     }
 
-    /// As `lookup`; dropping the answer ends the leases earlier.
+    /// As `lookup`. While the answer lives, and for at most `pin_ms` milliseconds, what it found is
+    /// not evicted, as far as `lease_share` allows.
     #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
     fn find(
         &self,
@@ -378,11 +364,7 @@ impl PyEngine {
         let engine = self.get()?;
         let now = Instant::now();
         let deadline = now.checked_add(Duration::from_millis(timeout_ms)).unwrap_or(now);
-        py.detach(|| {
-            self.pins.clear();
-            engine.close(deadline)
-        })
-        .py()
+        py.detach(|| engine.close(deadline)).py()
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -404,7 +386,6 @@ impl Drop for PyEngine {
         let engine = self.engine.take();
         Python::attach(|py| {
             py.detach(|| {
-                self.pins.clear();
                 drop(engine);
             });
         });

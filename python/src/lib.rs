@@ -7,7 +7,7 @@
 //!
 //! The files: `engine`, `prefetch`, `load`, `store`, `objects` and `connector` (the classes),
 //! `paged`, `buffer`, `dlpack`, `ints` and `convert` (from Python's values), `wait` (waiting
-//! without the GIL), `pins` (leases of `lookup`), `error`, `logging`, `stats`, `program`.
+//! without the GIL), `error`, `logging`, `stats`, `program`.
 
 use pyo3::prelude::*;
 
@@ -22,7 +22,6 @@ mod load;
 mod logging;
 mod objects;
 mod paged;
-mod pins;
 mod prefetch;
 mod program;
 mod stats;

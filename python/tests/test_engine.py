@@ -288,23 +288,12 @@ def test_figures_and_logs(cache: Path, caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.WARNING, logger="forebay")
     with forebay.Engine(config(cache, enable_rdma=True), geometry()) as eng:
         eng.store(list(range(64)), kv(), slots(64)).wait()
-        eng.lookup(list(range(64)), pin_ms=1000)
+        eng.lookup(list(range(64)))
         stats = eng.stats()
         assert (stats["stored_chunks"], stats["matched_tokens"], stats["up"]) == (2, 64, True)
         assert "forebay_stored_chunks_total 2" in eng.metrics()
     _logging.flush()
     assert any("enable_rdma" in r.message and r.name.startswith("forebay") for r in caplog.records), caplog.records
-
-
-def test_pins_of_lookups_end_with_the_engine(cache: Path) -> None:
-    with forebay.Engine(config(cache), geometry()) as eng:
-        assert eng.store(list(range(64)), kv(), slots(64)).wait().stored == 2
-        assert eng.lookup(list(range(64)), pin_ms=600_000) == 64
-        held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
-        assert any(str(cache) in file for file in held)
-    held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
-    mapped = Path("/proc/self/maps").read_text()
-    assert not [file for file in held if str(cache) in file] and str(cache) not in mapped
 
 
 def test_a_prefetch_brings_chunks_into_memory(cache: Path, eng: forebay.Engine) -> None:

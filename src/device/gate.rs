@@ -60,9 +60,7 @@ impl Gate {
     pub fn close(&self) {
         let mut inside = self.inside.lock();
         self.closed.store(true, Ordering::Release);
-        while *inside > 0 {
-            self.left.wait(&mut inside);
-        }
+        self.left.wait_while(&mut inside, |inside| *inside > 0);
     }
 
     /// Closes the gate without waiting for those inside.

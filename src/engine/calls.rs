@@ -11,7 +11,7 @@ use super::{Engine, EngineInner, LoadRequest, Lookup, Prompt, StoreRequest, stor
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::MemorySpace;
-use crate::key::{self, ChunkKey, Extra};
+use crate::key::{self, ChunkKey};
 use crate::log::{Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
@@ -227,12 +227,6 @@ impl Engine {
     #[must_use]
     pub fn take_memory_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         self.check().ok().and_then(|inner| Some(inner.pipeline.memory()?.take_changes(most))).unwrap_or_default()
-    }
-
-    /// The keys of a prompt's full chunks, to name them to other programs.
-    #[must_use]
-    pub fn keys(&self, tokens: &[u32], extra: &Extra) -> Vec<ChunkKey> {
-        self.prompt(tokens, extra).keys().to_vec()
     }
 }
 

@@ -14,13 +14,10 @@ use crate::pipeline::{PipelineOptions, min_slot_bytes};
 use crate::remote::{Remote, RemoteOptions};
 use crate::tier::MemoryTier;
 
-/// Bytes of extents that one request moves at most, in loads and stores layer by layer.
+/// Bytes of extents that one request moves at most. Through host memory larger transfers are
+/// slower: the copy that follows one begins later, when the bytes have left the processor's caches.
 const GROUP_BYTES: usize = 1 << 20;
-/// As [`GROUP_BYTES`], in loads and stores of whole chunks. Through host memory larger transfers
-/// are slower: the copy that follows one begins later, when the bytes have left the processor's
-/// caches.
-const WHOLE_GROUP_BYTES: usize = 1 << 20;
-/// As [`WHOLE_GROUP_BYTES`], into a GPU's memory: larger copies need fewer launches and
+/// As [`GROUP_BYTES`], for whole chunks into a GPU's memory: larger copies need fewer launches and
 /// completions.
 const DEVICE_GROUP_BYTES: usize = 4 << 20;
 /// Bytes of reads in flight from a drive through host memory. It is enough to keep a drive busy,
@@ -81,7 +78,7 @@ pub(super) fn pipeline_options(
     let layout = SlotLayout::of_chunk(geometry, geometry.chunk_tokens);
     let least = min_slot_bytes(&layout);
     let host = device.place() == MemorySpace::Host;
-    let whole_group_bytes = if host { WHOLE_GROUP_BYTES } else { DEVICE_GROUP_BYTES };
+    let whole_group_bytes = if host { GROUP_BYTES } else { DEVICE_GROUP_BYTES };
     let best = whole_group_bytes + (layout.header_offset + layout.header_bytes) as usize;
     let pool_of = |(bytes, key): (usize, &str), slot_bytes: usize| -> Result<Arc<StagingPool>> {
         device

@@ -29,8 +29,6 @@ pub const PAGE_BYTES: usize = 4096;
 /// Major version of the format; another one is refused.
 pub const VERSION: u32 = 2;
 
-/// Feature bits a reader does not need to know.
-pub const COMPAT_KNOWN: u32 = 0;
 /// Feature bits a writer must know; an unknown one makes the lane read-only.
 pub const RO_COMPAT_KNOWN: u32 = 0;
 /// Feature bits everybody must know; an unknown one refuses the lane.

@@ -30,14 +30,6 @@ pub struct Inserted {
     pub other: Option<Entry>,
 }
 
-impl Inserted {
-    /// The entry that was replaced, if one was.
-    #[must_use]
-    pub fn replaced(&self) -> Option<Entry> {
-        self.other.filter(|_| self.stored)
-    }
-}
-
 pub(super) type State<'a> = MutexGuard<'a, WriterState>;
 
 impl Table {

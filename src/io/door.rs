@@ -167,11 +167,7 @@ impl<B: Behind> Queue for Door<B> {
         }
         self.begin_close(Some(deadline));
         let mut state = frame.state.lock();
-        while !self.0.is_over(&state) {
-            if frame.ended.wait_until(&mut state, deadline + CLOSE_GRACE).timed_out() {
-                break;
-            }
-        }
+        let _ = frame.ended.wait_while_until(&mut state, |state| !self.0.is_over(state), deadline + CLOSE_GRACE);
         match self.0.left(&state) {
             0 => Ok(()),
             left => Err(left_over(left, &frame.spec.thread_name())),

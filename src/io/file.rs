@@ -33,15 +33,13 @@ pub struct FileOptions {
     pub create_new: bool,
     /// Ask for `O_DIRECT`; `false` opens buffered.
     pub direct: bool,
-    /// Permission bits of a file that is made.
-    pub mode: u32,
 }
 
 impl FileOptions {
     /// Read only, direct.
     #[must_use]
     pub const fn read_only() -> Self {
-        Self { write: false, create: false, create_new: false, direct: true, mode: 0o600 }
+        Self { write: false, create: false, create_new: false, direct: true }
     }
 
     /// Read and write an existing file, direct.
@@ -464,7 +462,7 @@ fn open_raw(path: &Path, options: FileOptions, flags: OFlags) -> std::result::Re
         .write(options.write)
         .create(options.create)
         .create_new(options.create_new)
-        .mode(options.mode)
+        .mode(0o600)
         .custom_flags((flags | OFlags::NOFOLLOW).bits() as i32)
         .open(path);
     opened.map_err(|e| open_error(path, e))

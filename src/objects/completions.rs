@@ -158,9 +158,7 @@ impl Completions {
     /// Waits until no batch is under way; gives those that are left at the deadline.
     pub(super) fn wait_idle(&self, deadline: Instant) -> Vec<Arc<ObjectBatch>> {
         let mut state = self.state.lock();
-        while !state.active.is_empty() && Instant::now() < deadline {
-            self.ended.wait_until(&mut state, deadline);
-        }
+        let _ = self.ended.wait_while_until(&mut state, |state| !state.active.is_empty(), deadline);
         state.active.values().map(|a| Arc::clone(&a.batch)).collect()
     }
 }

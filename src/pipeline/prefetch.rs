@@ -113,9 +113,7 @@ impl Bell {
     /// Waits until it has been rung more than `seen` times.
     fn wait(&self, seen: u64) {
         let mut rung = self.rung.lock();
-        while *rung == seen {
-            self.changed.wait(&mut rung);
-        }
+        self.changed.wait_while(&mut rung, |rung| *rung == seen);
     }
 }
 
@@ -187,23 +185,16 @@ impl Prefetch {
     #[must_use]
     pub fn wait(&self) -> PrefetchResult {
         let mut state = self.0.state.lock();
-        while !state.is_over {
-            self.0.changed.wait(&mut state);
-        }
+        self.0.changed.wait_while(&mut state, |state| !state.is_over);
         state.result
     }
 
     /// As [`Prefetch::wait`], but for at most `timeout`; `None` where it is still under way then.
     #[must_use]
     pub fn wait_for(&self, timeout: Duration) -> Option<PrefetchResult> {
-        let Some(until) = Instant::now().checked_add(timeout) else { return Some(self.wait()) };
         let mut state = self.0.state.lock();
-        while !state.is_over {
-            if self.0.changed.wait_until(&mut state, until).timed_out() && !state.is_over {
-                return None;
-            }
-        }
-        Some(state.result)
+        let _ = self.0.changed.wait_while_for(&mut state, |state| !state.is_over, timeout);
+        state.is_over.then(|| state.result)
     }
 
     /// Whether it has ended.

@@ -56,8 +56,6 @@ SGLANGS_KEYS = (
 #: How long `close` waits for batches under way.
 CLOSE_TIMEOUT_MS = 30_000
 
-Item = tuple[str, Any]
-
 
 class HiCache(HiCacheStorage):
     """A storage backend of SGLang's (`--hicache-storage-backend dynamic`, docs/sglang.md).

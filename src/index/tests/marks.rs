@@ -90,7 +90,7 @@ fn what_is_marked_gives_way_as_if_it_were_not() {
     let replaced = t.insert(&entry(8, 9)).unwrap();
     assert_eq!((replaced.stored, replaced.other), (true, Some(listed(8, 9))));
     assert_eq!(t.get(&key(8)), Some(entry(8, 9)), "moved, under its sequence");
-    assert_eq!(t.insert(&entry(9, 60)).unwrap().replaced(), Some(listed(9, 10)));
+    assert_eq!(t.insert(&entry(9, 60)).unwrap().other, Some(listed(9, 10)));
     assert_eq!(t.get(&key(9)), Some(entry(9, 60)));
     assert_eq!(t.remove_if(&key(7), 7).unwrap(), None, "it is newer");
     assert_eq!(t.remove_if(&key(7), 8).unwrap().map(|(e, _)| e), Some(entry(7, 8)));

@@ -47,10 +47,10 @@ fn only_a_version_at_least_as_new_replaces() {
     let t = table();
     assert_eq!(t.insert(&entry(1, 5)).unwrap().other, None);
     let stale = t.insert(&entry(1, 4)).unwrap();
-    assert!(!stale.stored && stale.replaced().is_none());
+    assert!(!stale.stored);
     assert_eq!(stale.other, Some(listed(1, 5)));
     let newer = t.insert(&entry(1, 6)).unwrap();
-    assert_eq!(newer.replaced(), Some(listed(1, 5)));
+    assert_eq!((newer.stored, newer.other), (true, Some(listed(1, 5))));
     assert_eq!(t.get(&key(1)), Some(entry(1, 6)));
     assert_eq!(t.len(), 1);
 }

@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use futures_core::Stream;
+use futures_util::Stream;
 use parking_lot::{Condvar, Mutex};
 
 use super::cause::MissCause;
@@ -269,23 +269,16 @@ impl Load {
     #[must_use]
     pub fn wait(&self) -> LoadResult {
         let mut state = self.inner.state.lock();
-        while !state.finished {
-            self.inner.changed.wait(&mut state);
-        }
+        self.inner.changed.wait_while(&mut state, |state| !state.finished);
         state.result().clone()
     }
 
     /// As [`Load::wait`], but for at most `timeout`; `None` where the load still runs then.
     #[must_use]
     pub fn wait_for(&self, timeout: Duration) -> Option<LoadResult> {
-        let Some(until) = Instant::now().checked_add(timeout) else { return Some(self.wait()) };
         let mut state = self.inner.state.lock();
-        while !state.finished {
-            if self.inner.changed.wait_until(&mut state, until).timed_out() && !state.finished {
-                return None;
-            }
-        }
-        Some(state.result().clone())
+        let _ = self.inner.changed.wait_while_for(&mut state, |state| !state.finished, timeout);
+        state.finished.then(|| state.result().clone())
     }
 
     /// Whether the load has finished.

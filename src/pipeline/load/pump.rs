@@ -529,7 +529,7 @@ impl LoadPump {
             let mut watch = self.watch.lock();
             watch.closed = true;
             self.watch_changed.notify_all();
-            while !watch.active.is_empty() && !self.watch_changed.wait_until(&mut watch, deadline).timed_out() {}
+            let _ = self.watch_changed.wait_while_until(&mut watch, |watch| !watch.active.is_empty(), deadline);
             watch.active.clone()
         };
         for load in left {

@@ -286,9 +286,7 @@ impl Store {
     /// [`ErrorKind::InvalidInput`] where not all these layers are computed.
     pub fn wait_gathered(&self, layer: usize) -> Result<()> {
         let mut state = self.force(layer)?;
-        while !state.is_gathered(layer) {
-            self.inner.changed.wait(&mut state);
-        }
+        self.inner.changed.wait_while(&mut state, |state| !state.is_gathered(layer));
         Ok(())
     }
 
@@ -315,9 +313,7 @@ impl Store {
     /// As [`Store::wait_gathered`], and what the driver says.
     pub fn wait_gathered_on(&self, layer: usize, stream: Stream) -> Result<()> {
         let mut state = self.force(layer)?;
-        while !state.is_submitted(layer) {
-            self.inner.changed.wait(&mut state);
-        }
+        self.inner.changed.wait_while(&mut state, |state| !state.is_submitted(layer));
         let fences = state.fences(layer);
         drop(state);
         self.inner.pump.device().wait(stream, &fences)
@@ -344,23 +340,16 @@ impl Store {
     #[must_use]
     pub fn wait(&self) -> StoreResult {
         let mut state = self.inner.state.lock();
-        while !state.finished {
-            self.inner.changed.wait(&mut state);
-        }
+        self.inner.changed.wait_while(&mut state, |state| !state.finished);
         state.result().clone()
     }
 
     /// As [`Store::wait`], but for at most `timeout`; `None` where the store still runs then.
     #[must_use]
     pub fn wait_for(&self, timeout: Duration) -> Option<StoreResult> {
-        let Some(until) = Instant::now().checked_add(timeout) else { return Some(self.wait()) };
         let mut state = self.inner.state.lock();
-        while !state.finished {
-            if self.inner.changed.wait_until(&mut state, until).timed_out() && !state.finished {
-                return None;
-            }
-        }
-        Some(state.result().clone())
+        let _ = self.inner.changed.wait_while_for(&mut state, |state| !state.finished, timeout);
+        state.finished.then(|| state.result().clone())
     }
 
     /// What the store achieved, as the [`Future`] gives it, for callers that share the handle: only

@@ -319,7 +319,7 @@ impl StorePump {
             shared.closed = true;
             shared.dirty = true;
             self.changed.notify_all();
-            while !shared.stores.is_empty() && !self.changed.wait_until(&mut shared, deadline).timed_out() {}
+            let _ = self.changed.wait_while_until(&mut shared, |shared| !shared.stores.is_empty(), deadline);
             shared.stores.clone()
         };
         for store in left {

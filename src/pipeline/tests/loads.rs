@@ -2,7 +2,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_core::Stream;
+use futures_util::Stream;
 
 use super::disk::{Fate, Slot};
 use super::world::{EXTENT, LAYERS, TOKENS, World};

@@ -12,7 +12,6 @@ mod chunks;
 mod policy;
 mod ranks;
 mod real;
-mod sim;
 mod tiers;
 pub(crate) mod trace;
 
@@ -69,9 +68,6 @@ pub(crate) struct ReplayArgs {
     /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
     #[arg(long, value_delimiter = ',', value_enum, default_value = "stored", value_name = "WHEN,…")]
     pub(crate) offer: Vec<chunks::Offer>,
-    /// Simulate reclaim in whole segments of this many tokens (0: every block by itself).
-    #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
-    pub(crate) segment_tokens: u64,
     /// With --engine real: where its files go, in a temporary directory that is removed.
     #[arg(long, default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
@@ -121,8 +117,7 @@ Examples:
   forebay replay trace.jsonl --tiers memory=3m,drive=20m,remote=unlimited
   forebay replay trace.jsonl --policy prefix --admission all,second_touch,adaptive --memory-tokens 3m --capacity-tokens 5m
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
-  forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8
-  forebay replay trace.jsonl --policy lru --segment-tokens 131072 --model qwen3-32b";
+  forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8";
 
 /// A share as settings take it.
 fn share(text: &str) -> Result<f64, String> {
@@ -321,29 +316,25 @@ fn runs(args: &ReplayArgs, remote: u64) -> Vec<Run> {
 /// Refuses what no cache can do, before any replay begins.
 fn check(args: &ReplayArgs, run: Run) -> Result<()> {
     let Run { ranks, offer, .. } = run;
-    let single = args.engine == ReplayEngine::Sim && args.segment_tokens == 0;
+    let simulated = args.engine == ReplayEngine::Sim;
     let real = args.engine == ReplayEngine::Real && ranks == 1 && args.behind == 0 && args.restart_every.is_none();
-    if args.memory_tokens > 0 && !single && !real || offer == chunks::Offer::Evicted && !single {
+    if args.memory_tokens > 0 && !simulated && !real || offer == chunks::Offer::Evicted && !simulated {
         return Err(Error::new(
             ErrorKind::InvalidInput,
-            "a memory above it has one real log by itself, or a simulated cache of single chunks, and only the latter has --offer evicted",
+            "a memory above it has one real log by itself, or a simulated cache, and only the latter has --offer evicted",
         )
-        .advice("leave --segment-tokens, --ranks, --behind and --restart-every out, or --memory-tokens and --offer evicted"));
+        .advice("leave --ranks, --behind and --restart-every out, or --memory-tokens and --offer evicted"));
     }
-    if run.remote > 0 && !single {
-        return Err(Error::new(ErrorKind::InvalidInput, "a remote store is only simulated, and in single chunks")
-            .advice("leave --engine real and --segment-tokens out, or remote= in --tiers"));
-    }
-    if args.segment_tokens > 0 && (run.admission != AdmissionKind::All || offer != chunks::Offer::Stored) {
-        return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything at once")
-            .advice("leave --segment-tokens out, or --admission and --offer"));
+    if run.remote > 0 && !simulated {
+        return Err(Error::new(ErrorKind::InvalidInput, "a remote store is only simulated")
+            .advice("leave --engine real out, or remote= in --tiers"));
     }
     let one = ranks == 1 && args.behind == 0;
     if args.restart_every.is_some() && !(one && args.engine == ReplayEngine::Real) {
         return Err(Error::new(ErrorKind::InvalidInput, "only one real log by itself is closed and opened anew")
             .advice("use --engine real with --restart-every, without --ranks and --behind"));
     }
-    if args.engine == ReplayEngine::Sim && !one {
+    if simulated && !one {
         return Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
             .advice("use --engine real with --ranks and --behind"));
     }
@@ -359,12 +350,11 @@ fn open_cache(
     let Run { policy, capacity, ranks, offer, .. } = run;
     let admission = run.admission.policy(args.admission_loss);
     match (args.engine, ranks == 1 && args.behind == 0) {
-        (ReplayEngine::Sim, _) if args.segment_tokens == 0 => {
+        (ReplayEngine::Sim, _) => {
             let others =
                 chunks::OtherTiers { memory_tokens: args.memory_tokens, remote_tokens: run.remote, offer, admission };
             Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next, others)?))
         }
-        (ReplayEngine::Sim, _) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens)?)),
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
             let cache = real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?;
