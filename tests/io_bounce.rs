@@ -2,6 +2,7 @@
 //! bytes, order, bounds, time-outs, ends.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+#[macro_use]
 mod io_world;
 
 use std::fs::File;
@@ -15,21 +16,11 @@ use std::time::{Duration, Instant};
 use forebay::ErrorKind;
 use forebay::io::{AlignedBuf, Completion, DirectFile, EngineChoice, IO_ALIGN, IoPath, Op, Request, open_drive, wait};
 use io_world::{
-    DEVICE, LONG, TestMover, bounce, device, direct_file, filled, nobody, on_drive, options, pattern, peek, read_ok,
-    side, told, until, watched, write_ok,
+    DEVICE, LONG, TestMover, bounce, device, direct_file, filled, hanging, nobody, on_drive, options, pattern, peek,
+    read_ok, side, told, until, watched, write_ok, zeros,
 };
 
 const MIB: usize = 1 << 20;
-
-fn zeros(len: usize) -> forebay::io::Buf {
-    AlignedBuf::zeroed(len).unwrap().into()
-}
-
-/// A file whose reads hang until something is written to the other end.
-fn hanging() -> (Arc<DirectFile>, File) {
-    let (r, w) = std::io::pipe().unwrap();
-    (Arc::new(DirectFile::from_file(OwnedFd::from(r).into(), "pipe")), OwnedFd::from(w).into())
-}
 
 fn bytes_come_back_whole_at_any_size(engine: EngineChoice) {
     let (drive, mover) = bounce(engine, MIB);
@@ -332,17 +323,6 @@ fn scarce_pinned_memory_is_enough_and_noted(engine: EngineChoice) {
     assert_eq!(open_drive(&options(engine, side(&mover, MIB))).unwrap_err().kind(), ErrorKind::Busy);
     mover.control.pinned_limit.store(0, Ordering::SeqCst);
     assert_eq!(open_drive(&options(engine, side(&mover, 4096))).unwrap_err().kind(), ErrorKind::Config);
-}
-
-macro_rules! both {
-    ($($test:ident),* $(,)?) => {
-        mod uring {
-            $(#[test] fn $test() { super::$test(super::EngineChoice::Uring) })*
-        }
-        mod threads {
-            $(#[test] fn $test() { super::$test(super::EngineChoice::Threads) })*
-        }
-    };
 }
 
 both!(

@@ -1,11 +1,13 @@
 //! Both backends of the I/O room, through the same tests.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+#[macro_use]
+mod io_world;
+
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,8 +16,7 @@ use forebay::io::{
     AlignedBuf, Buf, Completion, DirectFile, Drive, EngineChoice, Fault, Faulty, FileOptions, IO_ALIGN, IoOptions,
     IoPath, Op, Queue, Request, open_drive, wait,
 };
-
-const LONG: Duration = Duration::from_secs(20);
+use io_world::{LONG, direct_file, hanging, nobody, on_drive, told, until, write_ok, zeros};
 
 fn options(engine: EngineChoice) -> IoOptions {
     IoOptions { engine, block_bytes: 64 << 10, iodepth: 8, numjobs: 3, ..IoOptions::default() }
@@ -28,50 +29,10 @@ fn open(engine: EngineChoice) -> Drive {
     drive
 }
 
-/// A directory on the drive that holds the checkout, where O_DIRECT works.
-fn on_drive() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-fn direct_file(dir: &tempfile::TempDir, name: &str) -> Arc<DirectFile> {
-    let file = DirectFile::open(dir.path().join(name), FileOptions::create()).unwrap();
-    assert!(file.is_direct());
-    Arc::new(file)
-}
-
 fn pattern(len: usize, seed: u64) -> Buf {
     let mut buf = AlignedBuf::zeroed(len).unwrap();
-    let mut x = seed | 1;
-    for word in buf.chunks_exact_mut(8) {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        word.copy_from_slice(&x.to_le_bytes());
-    }
+    buf.copy_from_slice(&io_world::pattern(len, seed));
     buf.into()
-}
-
-fn zeros(len: usize) -> Buf {
-    AlignedBuf::zeroed(len).unwrap().into()
-}
-
-fn nobody(_: Completion) {}
-
-fn told() -> (impl FnOnce(Completion) + Send + 'static, Receiver<Completion>) {
-    let (tx, rx) = channel();
-    (move |c| drop(tx.send(c)), rx)
-}
-
-fn write_ok(drive: &Drive, file: &Arc<DirectFile>, offset: u64, buf: Buf) -> Buf {
-    let c = wait(&*drive.write, Request::write(Arc::clone(file), offset, buf, nobody));
-    c.result.unwrap();
-    c.buf.unwrap()
-}
-
-/// A file whose reads hang until something is written to the other end.
-fn hanging() -> (Arc<DirectFile>, File) {
-    let (r, w) = std::io::pipe().unwrap();
-    (Arc::new(DirectFile::from_file(OwnedFd::from(r).into(), "pipe")), OwnedFd::from(w).into())
 }
 
 /// Memory that says when it is dropped.
@@ -94,14 +55,6 @@ unsafe impl forebay::io::IoBuf for Watched {
 impl Drop for Watched {
     fn drop(&mut self) {
         self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-fn until(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + LONG;
-    while !is() {
-        assert!(Instant::now() < end, "never: {what}");
-        std::thread::yield_now();
     }
 }
 
@@ -411,17 +364,6 @@ fn injected_faults_look_like_a_bad_drive(engine: EngineChoice) {
     let lost = Faulty::nth(Arc::clone(&drive.write), 0, Fault::Ignore);
     wait(&lost, Request::write(Arc::clone(&file), 0, zeros(len), nobody)).result.unwrap();
     assert_eq!(wait(&*drive.read, read()).buf.unwrap().as_slice()[0], written.as_slice()[0]);
-}
-
-macro_rules! both {
-    ($($test:ident),* $(,)?) => {
-        mod uring {
-            $(#[test] fn $test() { super::$test(super::EngineChoice::Uring) })*
-        }
-        mod threads {
-            $(#[test] fn $test() { super::$test(super::EngineChoice::Threads) })*
-        }
-    };
 }
 
 both!(

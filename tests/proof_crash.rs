@@ -143,8 +143,8 @@ fn run_many(first: u64, images: u64, workers: u64) -> Arc<Judge> {
     all
 }
 
-/// Seeds that found what has been corrected since; the last, an error of the oracle.
-const FOUND: [u64; 3] = [6_000_509, 6_000_977, 87_020_064];
+/// Seeds that found what has been corrected since; that of 87 million, an error of the oracle.
+const FOUND: [u64; 4] = [6_000_509, 6_000_977, 87_020_064, 88_011_819];
 
 /// Seeds of the day, a thousand of them: what is run again and again finds nothing any more.
 fn of_today() -> u64 {

@@ -1,11 +1,13 @@
 //! An accelerator for tests of the I/O room. Its memory is heap memory that claims to lie on device
 //! 0. Its copies run on one thread, like a stream, and can be held, failed and counted.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
+#![allow(dead_code, unreachable_pub, unused_macros, reason = "each test program uses its part")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "memory known by its address")]
 
 pub mod child;
 
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
@@ -19,6 +21,29 @@ use forebay::{Error, ErrorKind};
 
 pub const LONG: Duration = Duration::from_secs(20);
 pub const DEVICE: MemorySpace = MemorySpace::Device(0);
+
+/// Each test on both backends.
+macro_rules! both {
+    ($($test:ident),* $(,)?) => {
+        mod uring {
+            $(#[test] fn $test() { super::$test(super::EngineChoice::Uring) })*
+        }
+        mod threads {
+            $(#[test] fn $test() { super::$test(super::EngineChoice::Threads) })*
+        }
+    };
+}
+
+/// A file whose reads hang until something is written to the other end.
+pub fn hanging() -> (Arc<DirectFile>, File) {
+    let (r, w) = std::io::pipe().unwrap();
+    (Arc::new(DirectFile::from_file(OwnedFd::from(r).into(), "pipe")), OwnedFd::from(w).into())
+}
+
+/// Host memory.
+pub fn zeros(len: usize) -> Buf {
+    AlignedBuf::zeroed(len).unwrap().into()
+}
 
 /// A region of heap memory.
 pub struct Heap(AlignedBuf, u64);

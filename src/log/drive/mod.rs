@@ -29,7 +29,7 @@ use super::base::budget::Budget;
 use super::base::ctx::Ctx;
 use super::base::description;
 use super::base::health::DriveHealth;
-use super::base::lock::ShardLock;
+use super::base::lock::{ShardLock, is_taken};
 use super::base::options::Mode;
 use super::base::paths;
 use super::base::wear::{Wear, WearStats};
@@ -168,7 +168,10 @@ impl Volume {
         };
         let shard = match attached {
             Ok(shard) => shard,
-            Err(_) => {
+            Err(e) => {
+                if paths::is_there(&path) && is_in_use(&shard_dir)? {
+                    return Err(in_use_by_others(e, &path));
+                }
                 let shard = SharedShard::anonymous(ctx.boot, ctx.me)?;
                 floors::show(&shard, &floors::read(&shard_dir)?);
                 shard
@@ -516,6 +519,17 @@ impl std::fmt::Debug for Volume {
     }
 }
 
+/// Whether another process writes a lane of the shard.
+fn is_in_use(shard_dir: &Path) -> Result<bool> {
+    let lock = |dir: PathBuf| paths::open_small(&dir.join(paths::LANE_LOCK), false);
+    Ok(paths::lanes(shard_dir)?.into_iter().any(|(_, dir)| lock(dir).is_ok_and(|file| is_taken(&file))))
+}
+
+fn in_use_by_others(e: Error, page: &Path) -> Error {
+    let what = "a process that cannot share it uses this cache: one of another version of Forebay, or in a container with a boot id of its own";
+    Error::new(ErrorKind::Incompatible, what).source(e).at(page).advice("stop the other processes on this cache directory first")
+}
+
 /// Whether an entry lies above its floor and has not expired by now.
 pub(super) fn shows(shard: &SharedShard, entry: &Entry, ctx: &Ctx) -> bool {
     let expiry = u64::from(entry.expiry_s);
@@ -531,12 +545,18 @@ fn is_above_floor(shard: &SharedShard, entry: &Entry) -> bool {
 
 /// Attaches to the shard page, or makes it where this boot has none. The caller holds the shard's
 /// lock.
+///
+/// # Errors
+/// `Incompatible` where a process that runs has a page that this one cannot attach to: with two
+/// pages neither would see the other's floors and removals.
 fn open_shard(ctx: &Ctx, shard_dir: &Path) -> Result<SharedShard> {
     let path = shard_dir.join(paths::SHARD_SHM);
-    if let Ok(file) = paths::open_small(&path, false)
-        && let Ok(shard) = SharedShard::attach(&file, ctx.boot, Access::ReadWrite)
-    {
-        return Ok(shard);
+    if let Ok(file) = paths::open_small(&path, false) {
+        match SharedShard::attach(&file, ctx.boot, Access::ReadWrite) {
+            Ok(shard) => return Ok(shard),
+            Err(e) if is_in_use(shard_dir)? => return Err(in_use_by_others(e, &path)),
+            Err(_) => {}
+        }
     }
     let file = paths::new_shared(shard_dir, paths::SHARD_SHM, SharedShard::FILE_BYTES)?;
     let shard = SharedShard::create(&file, ctx.boot, ctx.me)?;

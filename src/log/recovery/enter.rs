@@ -20,6 +20,15 @@ pub(in crate::log) struct Summary {
     pub(in crate::log) max_sequence: u64,
 }
 
+/// Slots that may be readable although no entry names them: a removal would not find them.
+#[derive(Debug, Default)]
+pub(super) struct Unnamed {
+    /// Entries that lost against others of their keys.
+    pub(super) twins: Vec<Entry>,
+    /// Segments and first pages of slots that the end of data.kv cuts in two.
+    pub(super) cut: Vec<(u32, u32)>,
+}
+
 /// Builds table and state from the records of a recovery.
 pub(super) struct Recovery<'a> {
     ctx: &'a Ctx,
@@ -111,9 +120,9 @@ impl<'a> Recovery<'a> {
         Ok(())
     }
 
-    /// The recovered state and table, and the entries that lost against others of their keys: their
-    /// slots may still be readable, although no entry names them.
-    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
+    /// The recovered state and table, and the slots that may be readable although no entry names
+    /// them.
+    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(LaneState, Table, Summary, Unnamed)> {
         let counters = &self.ctx.counters;
         counters.damaged_records.add(found.damaged + self.lost);
         counters.recovered_records.add(found.records);
@@ -144,6 +153,6 @@ impl<'a> Recovery<'a> {
                 settled: segment.settled,
             });
         }
-        Ok((self.state, self.table, summary, self.twins))
+        Ok((self.state, self.table, summary, Unnamed { twins: self.twins, cut: found.cut }))
     }
 }

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::enter::{Recovery, Summary};
+use super::enter::{Recovery, Summary, Unnamed};
 use super::reader::{self, FoundIndex, Reader};
 use super::scan::record_of_header;
 use crate::error::{Error, ErrorKind, Result};
@@ -213,7 +213,7 @@ impl Surroundings {
         // All of it is about to be written, in no order: one sweep costs less than a page fault
         // each.
         let make = |entries| make_table(ctx, &candidate.dir, entries, generation).inspect(Table::populate);
-        let (state, table, summary, twins) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
+        let (state, table, summary, unnamed) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
             number: candidate.number,
@@ -229,7 +229,7 @@ impl Surroundings {
             state: Some(state),
             lock: candidate.lock,
         });
-        finish_recovery(&lane, &twins)?;
+        finish_recovery(&lane, &unnamed)?;
         show_table(ctx, &lane.dir)?;
         Ok((lane, summary))
     }
@@ -318,7 +318,7 @@ fn recover<'a>(
     (index, data, sb): (&'a DirectFile, &'a DirectFile, &'a Superblock),
     shared: Option<&SharedLane>,
     make: impl Fn(u64) -> Result<Table>,
-) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
+) -> Result<(LaneState, Table, Summary, Unnamed)> {
     let read = |reader: Reader<'a>, table: Table| -> Result<(Recovery<'a>, FoundIndex)> {
         let mut recovery = Recovery::new(sb, ctx, table, shared.cloned());
         let found = reader.replay(&mut |records| recovery.take(records))?;
@@ -340,9 +340,9 @@ fn recover<'a>(
 
 /// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of
 /// free segments back; and makes durably unreadable the slots that the index lists as gone and
-/// those of `twins`. All of this before other processes see the table, from which those slots are
-/// missing.
-fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
+/// those that no entry names. All of this before other processes see the table, from which those
+/// slots are missing.
+fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> {
     journal::seal_full(lane)?;
     let (absent, unsettled) = {
         let state = lane.state()?;
@@ -354,7 +354,8 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
     // A hole behind the file's end costs nothing, and shows whether the file system takes any: chunks
     // that are given up for a hole it refuses would be lost for nothing.
     lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
-    let mut is_punched = !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty();
+    let mut is_punched =
+        !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty() || !cut.is_empty();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
@@ -371,6 +372,11 @@ fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
         erase_listed(lane, segment, &gone)?;
     }
     twins.iter().try_for_each(|twin| erase_twin(lane, twin))?;
+    if !cut.is_empty() {
+        // The page that the file's end lies in can be read as a whole only then.
+        lane.data.set_len(data_bytes.next_multiple_of(PAGE_BYTES as u64))?;
+        cut.iter().try_for_each(|(segment, page)| erase_listed(lane, *segment, &[*page]))?;
+    }
     if is_punched { lane.flush_erasures() } else { Ok(()) }
 }
 

@@ -93,6 +93,8 @@ pub struct FoundIndex {
     pub records: u64,
     /// Records and pages that fail their check.
     pub damaged: u64,
+    /// Segments and first pages of the slots that the end of data.kv cuts in two.
+    pub(super) cut: Vec<(u32, u32)>,
 }
 
 /// Reads the superblock of an open index.kv.
@@ -382,13 +384,14 @@ impl<'a> Reader<'a> {
     fn give(&mut self, segment: u32, records: &[Record], sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<()> {
         let regions = self.regions();
         let mut piece = RegionPiece { segment, ..RegionPiece::default() };
-        records.iter().for_each(|record| piece.add(*record, regions.lies_in_data(record)));
+        records.iter().for_each(|record| piece.add(*record, regions.place_of(record)));
         self.give_piece(&piece, sink)
     }
 
     fn give_piece(&mut self, piece: &RegionPiece, sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<()> {
         self.found.max_sequence = self.found.max_sequence.max(piece.max_sequence);
         self.found.damaged += piece.damaged + piece.cut_off;
+        self.found.cut.extend(piece.straddling.iter().map(|page| (piece.segment, *page)));
         self.found.records += piece.records.len() as u64;
         sink(&piece.records)
     }

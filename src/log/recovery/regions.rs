@@ -49,19 +49,35 @@ pub(super) struct RegionPiece {
     pub(super) max_sequence: u64,
     /// Number of records that are damaged, missing or of another use of the segment.
     pub(super) damaged: u64,
-    /// Number of intact records whose slots lie beyond the end of data.kv or of their segment.
+    /// Number of intact records whose slots lie beyond the end of data.kv or of their segment, in
+    /// part or as a whole.
     pub(super) cut_off: u64,
+    /// First pages of those that begin before the end of data.kv: when the file grows again, such a
+    /// slot may be found to be whole.
+    pub(super) straddling: Vec<u32>,
+}
+
+/// Where a slot lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lies {
+    /// Within its segment and within data.kv.
+    There,
+    /// In part beyond the end of data.kv.
+    Straddling,
+    /// Beyond the end of data.kv, or of its segment.
+    Beyond,
 }
 
 impl RegionPiece {
     /// Adds a record whose slot is there, or cut off.
-    pub(super) fn add(&mut self, record: Record, is_there: bool) {
+    pub(super) fn add(&mut self, record: Record, lies: Lies) {
         self.max_sequence = self.max_sequence.max(record.sequence);
-        if is_there {
-            self.records.push(record);
-        } else {
-            self.cut_off += 1;
+        match lies {
+            Lies::There => return self.records.push(record),
+            Lies::Straddling => self.straddling.push(record.page),
+            Lies::Beyond => {}
         }
+        self.cut_off += 1;
     }
 }
 
@@ -144,7 +160,7 @@ impl Regions<'_> {
                     {
                         piece.damaged -= 1;
                         if region.gone.is_empty() || !region.gone.contains(&r.page) {
-                            piece.add(r, self.lies_in_data(&r));
+                            piece.add(r, self.place_of(&r));
                         }
                     }
                 }
@@ -157,12 +173,16 @@ impl Regions<'_> {
         Ok(())
     }
 
-    /// Whether a put's slot lies within its segment and within data.kv, which may have been cut
-    /// short.
-    pub(super) fn lies_in_data(&self, r: &Record) -> bool {
+    /// Where a put's slot lies; data.kv may have been cut short.
+    pub(super) fn place_of(&self, r: &Record) -> Lies {
         let page = PAGE_BYTES as u64;
-        let end = (u64::from(r.page) + u64::from(r.pages)) * page;
+        let (start, end) = (u64::from(r.page) * page, (u64::from(r.page) + u64::from(r.pages)) * page);
         let segment_bytes = self.superblock.segment_bytes;
-        end <= segment_bytes && u64::from(r.segment) * segment_bytes + end <= self.data_bytes && r.pages > 0
+        let base = u64::from(r.segment) * segment_bytes;
+        match r.pages > 0 && end <= segment_bytes {
+            true if base + end <= self.data_bytes => Lies::There,
+            true if base + start < self.data_bytes => Lies::Straddling,
+            _ => Lies::Beyond,
+        }
     }
 }

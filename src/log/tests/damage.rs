@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::format::journal;
+use crate::format::{PAGE_BYTES, journal};
 use crate::format::record::{RECORD_BYTES, Record};
+use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
 use crate::index::{Mark, Reclaim};
 use crate::io::{DirectFile, FileOptions};
@@ -376,6 +377,31 @@ fn files_that_are_cut_short_are_misses_or_clear_errors() {
 }
 
 #[test]
+fn a_slot_that_the_files_end_cut_does_not_come_back_when_the_file_grows() {
+    for cut in [512, PAGE_BYTES as u64 + 512, 2 * PAGE_BYTES as u64 + 512] {
+        let dir = temp();
+        let log = open(dir.path());
+        assert!(store(&log, 1));
+        let offset = log.locate(&key(1), PIN).unwrap().slot_offset;
+        drop(log);
+        let path = lane_file(dir.path(), "data.kv");
+        File::options().write(true).open(&path).unwrap().set_len(offset + SLOT_BYTES - cut).unwrap();
+        let log = open(dir.path());
+        assert!(!has(&log, 1));
+        // A removal does not find it, and must hold all the same.
+        log.remove(&[key(1)]).unwrap();
+        (2..100).for_each(|n| assert!(store(&log, n)));
+        drop(log);
+        assert!(path.metadata().unwrap().len() > offset + SLOT_BYTES);
+        let log = open(dir.path());
+        assert!(version(&log, 1, 2).is_none() && has(&log, 2), "cut by {cut}");
+        let mut header = vec![0; PAGE_BYTES];
+        File::open(&path).unwrap().read_exact_at(&mut header, offset).unwrap();
+        assert!(SlotHeader::decode(&header).is_err(), "cut by {cut}");
+    }
+}
+
+#[test]
 fn files_of_others_are_refused_or_replaced_as_the_settings_say() {
     let future = |b: &mut Vec<u8>| b[12] = crate::format::VERSION as u8 + 1;
     let past = |b: &mut Vec<u8>| {
@@ -490,6 +516,27 @@ fn damaged_shared_memory_is_made_anew() {
     assert!(has(&log, 1));
     overwrite(&log, 1, 1);
     assert_eq!(version(&log, 1, 2), Some(1), "sequences go on above what recovery found");
+}
+
+#[test]
+fn a_page_of_another_version_is_not_replaced_while_its_process_runs() {
+    let dir = temp();
+    let log = open(dir.path());
+    assert!(store(&log, 1));
+    let lane = lane_file(dir.path(), "lane.shm");
+    for path in [lane.clone(), lane.with_file_name("table.shm"), lane.parent().unwrap().with_file_name("shard.shm")] {
+        // The version, which only an opening looks at.
+        File::options().write(true).open(&path).unwrap().write_all_at(&99u64.to_le_bytes(), 8).unwrap();
+    }
+    for mode in [Mode::Rw, Mode::Ro] {
+        let e = Log::open(LogOptions { mode, ..options(dir.path()) }).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Incompatible, "{mode:?}");
+        assert!(e.to_string().contains("stop the other processes"), "{e}");
+    }
+    assert!(has(&log, 1) && store(&log, 2));
+    drop(log);
+    let log = open(dir.path());
+    assert!(has(&log, 1) && has(&log, 2));
 }
 
 #[test]
