@@ -105,7 +105,6 @@ pub(super) fn pipeline_options(
         hits,
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
-        drives: settings.drives.len().max(1),
         window_bytes: window_bytes(settings, host),
         prefetch_bytes: PREFETCH_BYTES,
         max_stores: MAX_STORES,

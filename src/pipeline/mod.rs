@@ -75,8 +75,6 @@ pub struct PipelineOptions {
     pub group_bytes: usize,
     /// As `group_bytes`, for loads and stores that do not.
     pub whole_group_bytes: usize,
-    /// Drives that chunks may be on.
-    pub drives: usize,
     /// Bytes of reads in flight from a drive beyond which no more are submitted.
     pub window_bytes: usize,
     /// Bytes of prefetches in flight; one read may have more.

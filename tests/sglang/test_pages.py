@@ -140,6 +140,18 @@ def test_files_that_were_made_anew_in_their_place_are_other_ones(tmp_path: Path)
     assert of(b"", forward_hooks=[{"name": "steer"}]) != of(b"")
 
 
+def test_a_model_counts_by_where_sglang_loads_it_from(tmp_path: Path) -> None:
+    # As of a model of ModelScope: the record keeps the name that the user gave.
+    def of(weights: bytes, settings: str = "{}") -> str:
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        (tmp_path / "config.json").write_text(settings)
+        args = SimpleNamespace(model_path="org/name", _resolved_overrides=[("modelscope", {"model_path": str(tmp_path)})])
+        return identity.of(args, "0.5.23", "")
+
+    assert of(b"one") == of(b"one")
+    assert len({of(b"one"), of(b"two"), of(b"one", '{"a": 1}')}) == 3
+
+
 def test_weights_of_another_server_need_a_name(tmp_path: Path) -> None:
     for given in ({"load_format": "remote_instance"}, {"weight_cache_mode": "client"}):
         lent = SimpleNamespace(model_path=str(tmp_path), **given)
@@ -246,6 +258,9 @@ def test_latent_kv_of_one_writer_that_others_cannot_find_is_refused(cache: Path)
         storage._refuse(config(cache, is_mla=True, tp=(0, 16)), args)
     storage._refuse(config(cache, is_mla=True, tp=(0, 8)), args)
     storage._refuse(config(cache, tp=(0, 16)), args)
+    # With groups of attention each stores its own; SGLang has an old and a new word for them.
+    for groups in ({"enable_dp_attention": True, "dp_size": 2}, {"attn_dp_size": 2}):
+        storage._refuse(config(cache, is_mla=True, attn_cp_rank=0, attn_cp_size=2), SimpleNamespace(nnodes=1, tp_size=8, **groups))
 
 
 def asked(name: PoolName, keys: list[str], policy: PoolHitPolicy) -> PoolTransfer:

@@ -45,7 +45,8 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
             "SGLang takes its weights from another server, and does not tell which these are; give `fingerprint` in the extra config, a "
             "name for them, or start SGLang with weights from files"
         )
-    path = str(getattr(server_args, "model_path", None))
+    # Where SGLang loads from: its record keeps what the user said, as of a model of ModelScope.
+    path = str(resolved(server_args, "model_path"))
     given = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
     seed = str(getattr(server_args, "random_seed", None)) if given["load_format"] == "dummy" else None
     revision, fetched_to = getattr(server_args, "revision", None), getattr(server_args, "download_dir", None)
@@ -53,8 +54,10 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
     weights = weights_digest(path) if folder is None or Path(path).is_file() else weights_digest(str(folder))
     if weights is None and (snapshot := snapshot_folder(path, revision, fetched_to)) is not None:
         weights = weights_digest(str(snapshot))
+    fetched = folder if folder is not None and folder.parent.name == "snapshots" else None
     parts = {
         "sglang": version,
+        "commit": None if fetched is None else fetched.name,
         # A local model is what lies in its folder, wherever that is. A folder without weights, as the
         # hub's cache has beside a --download-dir, tells nothing but the configuration.
         "model": path if weights is None else None,
@@ -71,10 +74,17 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
     # What may be made anew in its place.
     if scales := getattr(server_args, "quantization_param_path", None):
         parts["scales"] = file_digest(Path(scales))
-    if draft := getattr(server_args, "speculative_draft_model_path", None):
+    if draft := resolved(server_args, "speculative_draft_model_path"):
         place = local_folder(str(draft), getattr(server_args, "speculative_draft_model_revision", None)) or Path(draft)
         parts["draft"] = [weights_digest(str(place)), config_digest(place)]
     return digest(parts)
+
+
+def resolved(server_args: Any, name: str) -> Any:
+    """An argument as SGLang has resolved it."""
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    return resolution_result(server_args, name)
 
 
 def adapters(given: Any) -> list[list[str | None]]:

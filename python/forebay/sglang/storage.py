@@ -352,10 +352,11 @@ def _refuse(config: HiCacheStorageConfig, server_args: Any) -> None:
     if machines > 1 and config.tp_size > ranks // machines:
         raise forebay.Unsupported(
             "HiCache for a model with latent KV (MLA) whose tensor-parallel ranks are on several machines: SGLang stores from the first rank "
-            "alone, and the others find nothing on their own drives; use one server for each machine, or --enable-dp-attention with as many "
-            "groups as machines"
+            "alone, and the others find nothing on their own drives; use one server for each machine, or --attn-dp-size with as many groups "
+            "as machines"
         )
-    has_groups = getattr(server_args, "enable_dp_attention", False) and (getattr(server_args, "dp_size", None) or 1) > 1
+    of_dp = (identity.resolved(server_args, "dp_size") or 1) if identity.resolved(server_args, "enable_dp_attention") else 1
+    has_groups = max(of_dp, identity.resolved(server_args, "attn_dp_size") or 1) > 1
     if config.attn_cp_size > 1 and not has_groups:
         raise forebay.Unsupported(
             "HiCache for a model with latent KV (MLA) and prefill context parallelism: SGLang stores the part of the first rank alone, and no "

@@ -36,9 +36,9 @@ class Adapters:
 
     def digest(self, lora: LoRARequest) -> str | None:
         """Digest of the adapter's files; None where nobody can say which weights vLLM computes with."""
-        folder = _folder(lora.lora_path)
+        folder = _local(lora.lora_path) or _fetched(lora.lora_path)
         if folder is None:
-            return self._unknown(lora, "its files are not on this machine yet")
+            return self._unknown(lora, "its files are not on this machine")
         try:
             listing = _listing(folder)
             met = self._met.get(place := (lora.lora_int_id, lora.lora_path))
@@ -71,17 +71,27 @@ def _listen() -> None:
 
     @functools.wraps(load)
     def add_lora(core: Any, lora_request: LoRARequest) -> Any:
+        # An adapter of a hub may be fetched anew as it is loaded, and is not changed afterwards.
+        is_local = _local(lora_request.lora_path) is not None
+        loaded = None if is_local else load(core, lora_request)
         for adapters in list(_listening):
             adapters.digest(lora_request)
-        return load(core, lora_request)
+        return load(core, lora_request) if is_local else loaded
 
     EngineCore.add_lora = add_lora  # type: ignore[method-assign]
 
 
-def _folder(path: str) -> Path | None:
-    """Where the adapter's files lie, as vLLM finds them; nothing is fetched."""
+def _local(path: str) -> Path | None:
+    """An adapter's folder; None where the path names one of a hub."""
     folder = Path(path).expanduser()
-    return folder if folder.is_absolute() or folder.exists() else snapshot_folder(path, None, None)
+    return folder if folder.is_absolute() or folder.exists() else None
+
+
+def _fetched(path: str) -> Path | None:
+    """Where vLLM has fetched an adapter of a hub to; nothing is fetched here."""
+    from vllm import envs
+
+    return snapshot_folder(path, None, None, bool(envs.VLLM_USE_MODELSCOPE))
 
 
 def _listing(folder: Path) -> Listing:

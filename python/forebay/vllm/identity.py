@@ -36,6 +36,8 @@ MULTIMODAL_KEYS = (
 )
 #: Formats of loading whose weights another process has.
 LENT = ("ipc_cache", "modelexpress")
+#: How weights are read, not which they are; credentials begin with `s3_`.
+HOW_LOADED = ("concurrency", "memory_limit", "num_threads", "num_readers", "distributed", "enable_multithread_load", "encryption_keyfile")
 #: Kinds of models whose KV of short prompts vLLM computes otherwise where it serves long ones.
 LENGTH_DEPENDENT = ("longrope", "llama4")
 
@@ -67,8 +69,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         "vllm": vllm.__version__,
         "addition": addition,
     }
-    if loader := getattr(vllm_config.load_config, "model_loader_extra_config", None):
-        parts["loader"] = str(loader)
+    if loader := loader_digest(getattr(vllm_config.load_config, "model_loader_extra_config", None)):
+        parts["loader"] = loader
     parallel = vllm_config.parallel_config
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         parts["interleave"] = parallel.cp_kv_cache_interleave_size
@@ -120,41 +122,83 @@ def draft_model(vllm_config: VllmConfig) -> Any:
     return None if model is None or model.model == vllm_config.model_config.model else model
 
 
+def draft_load(vllm_config: VllmConfig) -> Any:
+    """How the model that drafts tokens is loaded."""
+    return getattr(vllm_config.speculative_config, "draft_load_config", None) or vllm_config.load_config
+
+
 def draft(vllm_config: VllmConfig) -> list[Any] | None:
     """What decides the KV of the model that drafts tokens."""
     if (model := draft_model(vllm_config)) is None:
         return None
-    files = weights(model, vllm_config.load_config)
+    files = weights(model, draft_load(vllm_config))
     return [model.model, model.revision, commit(model), files, str(model.quantization), str(model.dtype), config_digest(model.hf_config)]
 
 
 def commit(model: Any) -> str | None:
     """The commit of a model of the hub; None where it is local, or vLLM could not ask the hub."""
     # A revision with a commit is equal to the text that was asked for, such as `main`.
-    return getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+    if resolved := getattr(model.revision, "resolved", None):
+        return str(resolved)
+    # A configuration of another repository says nothing of the weights.
+    of_config = getattr(model, "hf_config_path", None) in (None, model.model)
+    return getattr(model.hf_config, "_commit_hash", None) if of_config else None
 
 
 def weights(model: Any, load: Any) -> str | None:
     """Digest of the files that the model's weights are loaded from, where no commit names them; None where they are not here."""
+    if (tensors := tensors_place(load)) is not None:
+        return weights_digest(str(Path(tensors).parent)) if "://" not in tensors else None
     found = weights_digest(model.model)
     if found is None and commit(model) is None:
-        snapshot = snapshot_folder(model.model, model.revision, getattr(load, "download_dir", None))
+        snapshot = snapshot_folder(model.model, model.revision, getattr(load, "download_dir", None), _is_modelscope())
         found = None if snapshot is None else weights_digest(str(snapshot))
     return found
 
 
+def tensors_place(load: Any) -> str | None:
+    """Where Tensorizer reads the weights from, which need not be the model's place; None for other formats."""
+    if str(getattr(load, "load_format", None)) != "tensorizer":
+        return None
+    given = dict(getattr(load, "model_loader_extra_config", None) or {})
+    both = dict(given.get("tensorizer_config") or {}) | given
+    return str(both.get("tensorizer_uri") or f"{both.get('tensorizer_dir')}/model.tensors")
+
+
+def loader_digest(config: Any) -> str | None:
+    """Digest of what a loader's configuration says of the weights; None where it says nothing."""
+
+    def told(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {key: told(value) for key, value in given.items() if key not in HOW_LOADED and not key.startswith("s3_") and not key.endswith("kwargs")}
+        return {key: value for key, value in kept.items() if value not in (None, {}, "")}
+
+    said = told(config)
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest() if said else None
+
+
 def are_weights_known(vllm_config: VllmConfig) -> bool:
     """Whether other weights would be another identity, as far as can be said here."""
-    model, load = vllm_config.model_config, vllm_config.load_config
+    drafts = draft_model(vllm_config)
+    loads = [(vllm_config.model_config, vllm_config.load_config)]
+    return all(_are_known(model, load) for model, load in loads + ([] if drafts is None else [(drafts, draft_load(vllm_config))]))
+
+
+def _are_known(model: Any, load: Any) -> bool:
     form = str(load.load_format)
     if form == "dummy":
         return True
-    # An object store's URL keeps its name when its content changes. Tensorizer's own place is not read.
-    elsewhere = getattr(model, "model_weights", None) or "tensorizer_uri" in str(getattr(load, "model_loader_extra_config", None))
-    if form in LENT or elsewhere:
+    # An object store's URL keeps its name when its content changes.
+    if form in LENT or getattr(model, "model_weights", None):
         return False
-    models = [model] if (drafts := draft_model(vllm_config)) is None else [model, drafts]
-    return all(commit(one) is not None or weights(one, load) is not None for one in models)
+    return weights(model, load) is not None or (form != "tensorizer" and commit(model) is not None)
+
+
+def _is_modelscope() -> bool:
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_MODELSCOPE)
 
 
 def backend(vllm_config: VllmConfig) -> str:
@@ -199,11 +243,17 @@ def weights_digest(path: str) -> str | None:
     return digest.hexdigest()
 
 
-def snapshot_folder(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Where a server has fetched a model of the hub to, with --download-dir or without; None where it is not there. Nothing is fetched."""
+def snapshot_folder(model: str, revision: str | None, cache_dir: str | None, is_modelscope: bool = False) -> Path | None:
+    """Where a server has fetched a model of a hub to, with --download-dir or without; None where it is not there. Nothing is fetched."""
     try:
+        if is_modelscope:
+            from modelscope.hub.snapshot_download import snapshot_download as of_modelscope
+
+            return Path(of_modelscope(model_id=model, revision=revision, cache_dir=cache_dir, local_files_only=True))
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except Exception:  # noqa: BLE001 - the hub's own errors, and what it makes of names that are none
+        # Servers fetch a part of the files only, and the hub's library refuses a folder that lacks
+        # files which it would fetch.
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True, ignore_patterns="*"))
+    except Exception:  # noqa: BLE001 - the hubs' own errors, and what they make of names that are none
         return None

@@ -18,6 +18,7 @@ from forebay.vllm.adapters import Adapters
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
+from forebay.vllm.stats import GAUGES
 from forebay.vllm.unverified import Unverified
 
 if TYPE_CHECKING:
@@ -293,7 +294,9 @@ class SchedulerHalf:
     def get_kv_connector_stats(self) -> dict[str, int]:
         """What the counters grew by since the last call."""
         blends = {} if self._planner is None else self._planner.counts()
-        return blends | {f"scheduler_{name}": value for name, value in self._side.get_kv_connector_stats().items()}
+        grown = self._side.get_kv_connector_stats()
+        # Gauges are one with the workers': the largest value holds.
+        return blends | {name if name in GAUGES else f"scheduler_{name}": value for name, value in grown.items()}
 
     def shutdown(self) -> None:
         """Closes the cache; safe to call again."""

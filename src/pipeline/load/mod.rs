@@ -10,7 +10,7 @@ use std::fmt;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -137,6 +137,10 @@ pub(super) struct LoadInner {
     started: Instant,
     /// When a read of it last ended well, or a scatter from the memory tier ended.
     moved: Mutex<Instant>,
+    /// Reads that were submitted and have not ended.
+    reads: AtomicUsize,
+    /// The drive of its first chunk.
+    first_drive: usize,
     /// Bytes of staging of the largest step from the memory tier to an accelerator.
     hit_bytes: usize,
     state: Mutex<LoadState>,

@@ -1,5 +1,5 @@
-//! Which load reads next: all loads of an engine share staging and I/O depth, and take turns, read
-//! by read.
+//! Which load reads next: all loads of an engine share staging, those of a drive its I/O depth too,
+//! and take turns, read by read. So do the drives.
 //!
 //! Reads are submitted ("pumped") on whatever thread freed a staging slot, ended a read or added a
 //! load. Only one thread pumps at a time, and no other waits for it: a kick that comes meanwhile
@@ -19,7 +19,7 @@
 //! - No lock is held while a read is submitted or a callback runs.
 
 use std::cmp::Reverse;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -41,7 +41,8 @@ use crate::tier::{MemoryTier, Rank};
 
 /// How long to wait before a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
-/// A load of which nothing has moved for this many I/O time-outs is given up.
+/// A load that waits for a drive, and of which nothing has moved for this many I/O time-outs, is
+/// given up.
 const STALLED_TIMEOUTS: u32 = 2;
 
 /// Called when a load has finished.
@@ -72,20 +73,23 @@ type Wipe = (Arc<LoadInner>, (usize, Vec<usize>));
 #[derive(Default)]
 struct Turns {
     wipes: VecDeque<Wipe>,
-    /// Loads that have something to read.
-    queue: VecDeque<Arc<LoadInner>>,
     /// Loads with chunks in the memory tier that are to be copied to an accelerator.
     hits: VecDeque<Arc<LoadInner>>,
     /// What is left of the slot of staging that was taken last for such chunks.
     hit_slot: Option<SlotPieces>,
     /// A slot of staging that was taken and not used, for the next read or wipe.
     spare: Option<Buf>,
-    drives: HashMap<usize, DriveReads>,
+    drives: BTreeMap<usize, DriveReads>,
+    /// The drive that had the last turn.
+    last: usize,
 }
 
 /// The reads of a drive.
 #[derive(Default)]
 struct DriveReads {
+    /// Loads that have something to read from it; the next read of one may turn out to be from
+    /// another drive.
+    queue: VecDeque<Arc<LoadInner>>,
     /// Bytes of those that were submitted and have not ended.
     bytes: usize,
     /// None is submitted, because the queue was full or the host had no memory; until one ends or
@@ -102,6 +106,18 @@ impl DriveReads {
 impl Turns {
     fn drive(&mut self, drive: usize) -> &mut DriveReads {
         self.drives.entry(drive).or_default()
+    }
+
+    /// Puts a load that has something to read at the end of a drive's queue.
+    fn enqueue(&mut self, load: &Arc<LoadInner>) {
+        push_once(&mut self.drive(load.first_drive).queue, load);
+    }
+
+    /// The drive whose turn it is, of those that have loads and take reads.
+    fn next_drive(&self, window_bytes: usize) -> Option<usize> {
+        let in_turn = self.drives.range(self.last + 1..).chain(self.drives.range(..=self.last));
+        let mut ready = in_turn.filter(|(_, reads)| !reads.queue.is_empty() && !reads.takes_none(window_bytes));
+        ready.next().map(|(drive, _)| *drive)
     }
 
     /// The memory that `step` is read into. A header that is read alone is checked on the host, so
@@ -193,7 +209,9 @@ impl LoadPump {
         if finished {
             self.count(state.result(), Duration::ZERO);
         }
+        let first_drive = spec.chunks.first().map_or(0, |chunk| chunk.source.drive());
         let inner = Arc::new(LoadInner {
+            first_drive,
             chunks: Mutex::new(spec.chunks),
             kv: spec.kv,
             gate: Arc::new(Gate::new()),
@@ -202,6 +220,7 @@ impl LoadPump {
             deadline: spec.deadline,
             started: Instant::now(),
             moved: Mutex::new(Instant::now()),
+            reads: AtomicUsize::new(0),
             hit_bytes,
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -219,7 +238,7 @@ impl LoadPump {
         if has_hits {
             inner.feed();
         }
-        self.turns.lock().queue.push_back(Arc::clone(&inner));
+        self.turns.lock().enqueue(&inner);
         self.kick();
         Ok(Load { inner })
     }
@@ -248,8 +267,15 @@ impl LoadPump {
 
     /// A load that had nothing left to read has something again.
     pub(super) fn enqueue(&self, load: &Arc<LoadInner>) {
-        push_once(&mut self.turns.lock().queue, load);
+        self.waits_again(load);
+        self.turns.lock().enqueue(load);
         self.kick();
+    }
+
+    /// A load may wait for a drive from now on that did not before: its time begins.
+    fn waits_again(&self, load: &LoadInner) {
+        load.moved();
+        self.watch_changed.notify_all();
     }
 
     /// As [`LoadPump::enqueue`], for chunks in the memory tier that are copied to an accelerator.
@@ -296,14 +322,16 @@ impl LoadPump {
         }
         let Some((load, step, drive, (buf, slot))) = self.next() else { return false };
         let Some((source, request)) = load.request(&step, buf, slot) else { return true };
+        load.reads.fetch_add(1, Ordering::AcqRel);
         self.turns.lock().drive(drive).bytes += step.span.len;
         let Err(Rejected { request, error }) = source.submit(request) else { return true };
         self.turns.lock().drive(drive).bytes -= step.span.len;
+        load.reads.fetch_sub(1, Ordering::AcqRel);
         let Request { buf, .. } = *request;
         if error.kind() == ErrorKind::Busy {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
-            push_first(&mut turns.queue, load);
+            push_first(&mut turns.drive(drive).queue, load);
             // Only a slot of staging is of use to other reads; a frame's part or a header's own
             // memory is freed. After the lock: the hook of what is freed kicks.
             let freed = match buf {
@@ -335,6 +363,7 @@ impl LoadPump {
         }
         turns.wipes.extend(wipes.into_iter().map(|wipe| (Arc::clone(load), wipe)));
         drop(turns);
+        self.waits_again(load);
         self.kick();
         true
     }
@@ -395,63 +424,48 @@ impl LoadPump {
                     drop(turns);
                     load.not_copied(&step, MissCause::Internal);
                 }
-                None if reads => push_once(&mut turns.queue, &load),
+                None if reads => turns.enqueue(&load),
                 None => {}
             }
         }
     }
 
     fn next(&self) -> Option<NextRead> {
-        let mut passed = Vec::new();
-        let next = self.next_of(&mut passed);
-        if !passed.is_empty() {
-            let mut turns = self.turns.lock();
-            passed.into_iter().rev().for_each(|load| push_first(&mut turns.queue, load));
-        }
-        next
-    }
-
-    /// As [`LoadPump::next`]; takes loads out of the queue whose drive takes no read now.
-    fn next_of(&self, passed: &mut Vec<Arc<LoadInner>>) -> Option<NextRead> {
-        let window = self.options.window_bytes;
         loop {
             let mut turns = self.turns.lock();
-            if turns.queue.is_empty() {
-                let spare = if passed.is_empty() { turns.spare.take() } else { None };
+            let Some(drive) = turns.next_drive(self.options.window_bytes) else {
+                let is_idle = turns.drives.values().all(|reads| reads.queue.is_empty());
+                let spare = if is_idle { turns.spare.take() } else { None };
                 drop(turns);
                 // After the lock: the hook of a freed slot kicks.
                 drop(spare);
                 return None;
-            }
-            if turns.drives.values().filter(|drive| drive.takes_none(window)).count() >= self.options.drives {
-                return None;
-            }
+            };
             let buf = turns.spare.take().or_else(|| self.pool.try_take())?;
-            let load = turns.queue.pop_front();
+            turns.last = drive;
+            let load = turns.drive(drive).queue.pop_front();
             drop(turns);
             let step = load.as_ref().and_then(|load| load.state.lock().next_step());
             let found = load.as_ref().zip(step).and_then(|(load, step)| Some((load, load.drive_of(&step)?, step)));
-            let mut turns = self.turns.lock();
-            let Some((load, drive, mut step)) = found else {
+            let Some((load, of_step, mut step)) = found else {
                 // For the next load; given back above where there is none.
-                turns.spare = Some(buf);
+                self.turns.lock().spare = Some(buf);
                 continue;
             };
-            if turns.drive(drive).takes_none(window) {
-                turns.spare = Some(buf);
-                drop(turns);
+            if of_step != drive {
                 load.state.lock().unread(step);
-                passed.push(Arc::clone(load));
+                let mut turns = self.turns.lock();
+                push_first(&mut turns.drive(of_step).queue, Arc::clone(load));
+                turns.spare = Some(buf);
                 continue;
             }
-            drop(turns);
             let (frame, more) = {
                 let state = load.state.lock();
                 (state.frame_part(&mut step), state.has_steps())
             };
             let mut turns = self.turns.lock();
             if more {
-                push_once(&mut turns.queue, load);
+                push_once(&mut turns.drive(drive).queue, load);
             }
             let (buf, slot) = match frame {
                 Some(frame) if buf.place() == MemorySpace::Host => {
@@ -465,7 +479,7 @@ impl LoadPump {
                 return Some((Arc::clone(load), step, drive, (buf, slot)));
             }
             load.state.lock().unread(step);
-            push_first(&mut turns.queue, Arc::clone(load));
+            push_first(&mut turns.drive(drive).queue, Arc::clone(load));
             turns.drive(drive).blocked = true;
             drop(turns);
             self.retry_soon();
@@ -479,6 +493,7 @@ impl LoadPump {
         reads.bytes -= step.span.len;
         reads.blocked = false;
         drop(turns);
+        load.reads.fetch_sub(1, Ordering::AcqRel);
         if well {
             load.moved();
             self.stats.read(step.span.len as u64);
@@ -500,7 +515,7 @@ impl LoadPump {
             self.watch_changed.notify_all();
         }
         let mut turns = self.turns.lock();
-        turns.queue.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
+        turns.drives.values_mut().for_each(|drive| drive.queue.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load)));
         turns.hits.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
         drop(turns);
         (self.on_finished)();
@@ -547,8 +562,8 @@ impl LoadPump {
     fn watch(&self) {
         let stall = self.options.io_timeout * STALLED_TIMEOUTS;
         let ends_at = |l: &Arc<LoadInner>| {
-            let stalled = *l.moved.lock() + stall;
-            l.deadline.map_or(stalled, |deadline| deadline.min(stalled))
+            let stalled = l.waits_for_drive().then(|| *l.moved.lock() + stall);
+            stalled.into_iter().chain(l.deadline).min()
         };
         let mut watch = self.watch.lock();
         while !(watch.closed && watch.active.is_empty()) {
@@ -556,7 +571,7 @@ impl LoadPump {
             // A load that was given up stays active until the device has left its memory. There is
             // nothing more to do for it here.
             let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
-            let late: Vec<_> = watch.active.iter().filter(waits).filter(|l| ends_at(l) <= now).cloned().collect();
+            let late: Vec<_> = watch.active.iter().filter(waits).filter(|l| ends_at(l).is_some_and(|at| at <= now)).cloned().collect();
             let retry = std::mem::take(&mut watch.retry);
             if !late.is_empty() || retry {
                 drop(watch);
@@ -564,7 +579,7 @@ impl LoadPump {
                 watch = self.watch.lock();
                 continue;
             }
-            match watch.active.iter().filter(waits).map(ends_at).min() {
+            match watch.active.iter().filter(waits).filter_map(ends_at).min() {
                 Some(at) => {
                     let _ = self.watch_changed.wait_until(&mut watch, at);
                 }

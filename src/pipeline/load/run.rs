@@ -44,6 +44,14 @@ impl LoadInner {
         Some(self.chunks.lock().get(step.chunk)?.source.drive())
     }
 
+    /// Whether the load has something to read, or waits for staging to wipe with.
+    pub(super) fn waits_for_drive(&self) -> bool {
+        self.reads.load(Ordering::Acquire) > 0 || {
+            let state = self.state.lock();
+            state.has_steps() || state.is_wiping()
+        }
+    }
+
     /// Something of the load has come.
     pub(super) fn moved(&self) {
         *self.moved.lock() = Instant::now();

@@ -555,7 +555,6 @@ impl LoadState {
         self.wiping -= count;
     }
 
-    #[cfg(test)]
     pub(super) fn is_wiping(&self) -> bool {
         self.wiping > 0
     }

@@ -274,10 +274,7 @@ fn a_read_that_fails_after_its_load_was_given_up_is_reported_once() {
 
 /// A chunk on each of two drives, and what they hold.
 fn two_drives(change: impl FnOnce(&mut PipelineOptions)) -> (World, [Arc<Slot>; 2]) {
-    let w = World::with(16, 4, |o| {
-        o.drives = 2;
-        change(o);
-    });
+    let w = World::with(16, 4, change);
     let (slots, _) = w.stored(2);
     let on = |at: usize| Slot { drive: at, disk: Arc::clone(&w.disk), layout: slots[at].layout.clone(), ..*slots[at] };
     let slots = [Arc::new(on(0)), Arc::new(on(1))];
@@ -315,6 +312,17 @@ fn a_drive_that_hangs_holds_up_no_load_of_another() {
         let of_hung = w.disk.held().iter().filter(|seen| seen.slot == hung.slot).count();
         assert_eq!(of_hung, usize::from(!refuses), "its window is full");
     }
+}
+
+#[test]
+fn a_load_of_chunks_on_two_drives_reads_from_both() {
+    let (w, slots) = two_drives(|o| o.window_bytes = EXTENT);
+    let to = w.kv(2);
+    assert_eq!(w.whole_load(&to, &slots).wait().tokens, 2 * T);
+    let others: Vec<_> = (0..8).map(|_| w.kv(2)).collect();
+    let loads: Vec<_> = others.iter().map(|kv| w.load(kv, &slots)).collect();
+    assert!(loads.iter().all(|load| load.wait().tokens == 2 * T));
+    assert!(others.iter().all(|kv| kv.bytes() == to.bytes()));
 }
 
 #[test]

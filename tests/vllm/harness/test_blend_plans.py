@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from forebay.vllm.blend import separator
+from forebay.vllm.blend import client, separator
+from forebay.vllm.blend.nested import Nested
 from forebay.vllm.blend.planning import Planner
 
 from .server import BLOCK_TOKENS
@@ -49,6 +51,50 @@ def test_every_block_has_another_hash_than_the_same_tokens_without_a_blend() -> 
     plain = request().block_hashes
     assert len(plain) == len(PROMPT) // BLOCK_TOKENS
     assert not set(plain) & set(planned())
+
+
+def test_a_prompt_has_a_bounded_number_of_segments() -> None:
+    plans = planner()
+    places = [[n, n + 1] for n in range(200)]
+    assert plans.takes(request(places=places))
+    many = [4] * 400
+    assert not plans.takes(request(many, places=[[n, n + 1] for n in range(257)]))
+    assert plans.counts() == {"blend_computed_invalid": 1}
+
+
+def test_an_offline_blend_of_another_question_is_another_one() -> None:
+    salts: list[str] = []
+
+    def rpc(_: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        salts.append(args[-1])
+        return [{"result": {"states": ["reused"], "covered": 0, "reused": 0, "recomputed": 0, "was_there": False}}]
+
+    offline: Any = object.__new__(client.Blend)
+    offline._llm, offline._anchor = SimpleNamespace(collective_rpc=rpc), []
+    for select in ("query", "first-k"):
+        for question in ([7, 8], [7, 9]):
+            offline.blend([1, 2, 3, 4, *question], [(0, 4)], select=select)
+    assert salts[0] != salts[1] and salts[2] == salts[3]
+
+
+def test_a_blend_without_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested: Any = object.__new__(Nested)
+    nested.device, nested.names, nested.scratch = torch.device("cpu"), ["a", "b"], []
+    nested.layers = [SimpleNamespace(kv_cache=torch.zeros(4, 2, 3))] * 2
+    zeros, made = torch.zeros, []
+
+    def scarce(*shape: Any, **more: Any) -> torch.Tensor:
+        made.append(shape)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("none left")
+        return zeros(*shape, **more)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        nested.begin([1, 2], 8)
+    assert nested.scratch == []
+    nested.begin([1, 2], 4)
+    assert len(nested.scratch) == 2
 
 
 def test_what_a_blend_depends_on_is_part_of_its_hashes() -> None:

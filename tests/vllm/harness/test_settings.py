@@ -156,6 +156,31 @@ def test_weights_that_cannot_be_told_apart_want_a_fingerprint(tmp_path: Path) ->
     assert known(load_format="tensorizer", model_loader_extra_config={"tensorizer_config": {"tensorizer_dir": local}})
 
 
+def test_of_a_loaders_configuration_counts_what_names_weights(tmp_path: Path) -> None:
+    def of(**given: Any) -> str | None:
+        return identity.loader_digest(given)
+
+    assert of() is of(num_threads=4) is of(s3_secret_access_key="s", s3_access_key_id="k", stream_kwargs={"a": 1}) is None
+    one = of(tensorizer_uri="s3://a", tensorizer_config={"tensorizer_uri": "s3://a", "s3_access_key_id": "k"})
+    assert one == of(tensorizer_uri="s3://a", tensorizer_config={"tensorizer_uri": "s3://a"}) != of(tensorizer_uri="s3://b")
+    assert one is not None and "s3" not in one
+    # Tensors in a place of their own, whatever the model is.
+    load = SimpleNamespace(load_format="tensorizer", model_loader_extra_config={"tensorizer_dir": str(tmp_path)})
+    model = SimpleNamespace(model="some/model", revision=ResolvedRevision("a" * 40, None, "some/model"))
+    assert identity.weights(model, load) is None
+    (tmp_path / "model.tensors").write_bytes(b"one")
+    found = identity.weights(model, load)
+    (tmp_path / "model.tensors").write_bytes(b"two")
+    assert None not in (found, identity.weights(model, load)) and found != identity.weights(model, load)
+
+
+def test_a_configuration_of_another_repository_names_no_weights() -> None:
+    config = SimpleNamespace(_commit_hash="a" * 40)
+    for path, found in ((None, "a" * 40), ("some/model", "a" * 40), ("other/model", None)):
+        model = SimpleNamespace(model="some/model", revision="main", hf_config=config, hf_config_path=path)
+        assert identity.commit(model) == found
+
+
 def test_the_engine_of_the_package_reads_the_same_keys(tmp_path: Path) -> None:
     file = tmp_path / "forebay.yaml"
     file.write_text(f"cache_dir: {tmp_path}/cache\nmax_held_blocks: 7\nfingerprint: mine\n")

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from forebay.vllm import geometry, identity
 from forebay.vllm.blend import refuse, selection
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     import torch
 
+T = TypeVar("T")
 logger = logging.getLogger("vllm.forebay")
 
 #: How far a turned key may be from a fresh one, as a share of the largest fresh one. A float32
@@ -127,7 +129,7 @@ class Blender:
             return done
         # Memory for the longest of them at once, so that the anchor in it is kept for all.
         self._begin(anchor + max(missing, key=len))
-        rows, first = Rows(self._of, max(ends), self._nested.device), 0
+        rows, first = self._rows(max(ends)), 0
         for segment, end in zip(missing, ends, strict=True):
             self._begin(anchor + segment)
             yield from self._nested.steps(
@@ -182,7 +184,7 @@ class Blender:
         import torch
 
         self._begin(asked.tokens)
-        mixed = Mixed(Rows(self._of, len(asked.tokens), self._nested.device))
+        mixed = Mixed(self._rows(len(asked.tokens)))
         behind = len(asked.anchor)
         # Where the prompt begins with the anchor, its KV is loaded with the first segment found.
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
@@ -344,7 +346,21 @@ class Blender:
 
     def _begin(self, tokens: list[int]) -> None:
         blocks = -(-len(tokens) // self._connector.block_tokens)
-        self._nested.begin(tokens, blocks * self._connector.block_tokens // self._nested.block)
+        self._allocated(lambda: self._nested.begin(tokens, blocks * self._connector.block_tokens // self._nested.block))
+
+    def _rows(self, tokens: int) -> Rows:
+        return self._allocated(lambda: Rows(self._of, tokens, self._nested.device))
+
+    def _allocated(self, allocate: Callable[[], T]) -> T:
+        """What all workers have memory for; `ValueError` on all of them where one has none."""
+        made, failed = None, None
+        try:
+            made = allocate()
+        except (MemoryError, RuntimeError) as error:
+            failed = error
+        if self.ranks.all([failed is None]) == [False]:
+            raise ValueError(f"there is no memory for this blend: {failed or 'on another worker'}") from failed
+        return cast(T, made)
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self._most_tokens:

@@ -104,7 +104,9 @@ class Blend:
         chosen: str | list[int] = select if isinstance(select, str) else sorted({int(row) for row in select})
         ratios, layers, thresholds = shares(ratio), numbers(check_layer), shares(threshold)
         check(tokens, given, chosen, ratios, layers, thresholds)
-        blended_as = salt(self._anchor, given, (chosen, ratios, layers, thresholds), cache_salt)
+        # The choice depends on what follows the last segment.
+        question = tokens[given[-1][1] :] if given and chosen == "query" else []
+        blended_as = salt(self._anchor, given, (chosen, ratios, layers, thresholds, question), cache_salt)
         said = self._call("forebay_blend_prompt", tokens, given, chosen, ratios, layers, thresholds, blended_as)
         states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
         return Blended(tokens, blended_as, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
@@ -144,6 +146,10 @@ def numbers(layer: Any) -> list[int]:
     return [int(one) for one in (layer if isinstance(layer, (list, tuple)) else [layer])]
 
 
+#: Segments of a prompt: the server waits while they are looked up.
+MOST_SEGMENTS = 256
+
+
 def check_shares(ratios: Sequence[float], layers: Sequence[int], thresholds: Sequence[float] = ()) -> None:
     """`BlendError` where these shares and thresholds cannot be those of these check layers."""
     if wrong := [ratio for ratio in ratios if not 0 <= ratio <= 1]:
@@ -171,6 +177,8 @@ def check(
     """`BlendError` where segments, selector, shares or thresholds make no sense."""
     if not segments:
         raise BlendError("no segments: give the (start, end) of at least one, or generate from the prompt as it is")
+    if len(segments) > MOST_SEGMENTS:
+        raise BlendError(f"{len(segments)} segments: a prompt may have {MOST_SEGMENTS}, since each is looked up with the whole anchor before it")
     before = 0
     for start, end in segments:
         if not before <= start < end <= len(tokens):

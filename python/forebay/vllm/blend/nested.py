@@ -94,7 +94,8 @@ class Nested:
         self._tokens = self.there(torch.tensor(tokens))
         if self.scratch and self.scratch[0].shape[0] >= blocks:
             return
-        self.scratch = []
+        # What the last prompt had is free for this one; and a part of the layers is of no use.
+        self.scratch, scratch = [], []
         for name, layer in zip(self.names, self.layers, strict=True):
             of = layer.kv_cache
             order = sorted(range(of.dim()), key=lambda axis: (-of.stride(axis), axis))
@@ -103,7 +104,8 @@ class Nested:
             stride = of.stride()
             # Zeros: rows behind a run are masked, and must be numbers.
             made = torch.zeros((blocks, *of.shape[1:]), dtype=of.dtype, device=self.device).flatten().as_strided((blocks, *of.shape[1:]), stride)
-            self.scratch.append(made)
+            scratch.append(made)
+        self.scratch = scratch
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
