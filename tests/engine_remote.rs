@@ -333,18 +333,31 @@ fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     assert_eq!(store_for_a_minute(), (3, 0));
     clock.advance_s(61);
     assert_eq!(fetch(&two, &p).stopped, Some("expired"));
-    assert_eq!(store_for_a_minute(), (6, 0));
+    // Nor does a restore bring it, or count it against the room that others have.
+    let q = prompt(&one, CHUNK, 2);
+    assert_eq!(store(&one, &q, &kv, slots(CHUNK, 1)).stored, 1);
+    assert!(one.wait_uploaded(later()).unwrap());
+    let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+    let (from, into) = (RemoteStore::open(&options).unwrap(), Remote::open(&options, two.geometry()).unwrap());
+    let (namespace, shard) = from.shards().unwrap().pop().unwrap();
+    let mut objects = from.objects(&namespace, &shard).unwrap();
+    objects.sort_unstable_by_key(|object| q.keys().contains(&object.key));
+    assert_eq!(objects.len(), 4);
+    let one_chunk = objects[3].bytes;
+    assert_eq!(wait(&into.restore(two.log().unwrap(), (objects, one_chunk), later())).chunks, 1);
+    assert_eq!(b.check(&two, &q, &kv), CHUNK);
+    assert_eq!(store_for_a_minute(), (7, 0));
     assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
     assert_eq!(b.check(&two, &p, &kv), N);
     // One that somebody can still use stays as it is.
     one.log().unwrap().remove(p.keys()).unwrap();
     clock.advance_s(30);
-    assert_eq!(store_for_a_minute(), (6, 3));
+    assert_eq!(store_for_a_minute(), (7, 3));
     // But not for a chunk that stays.
     one.log().unwrap().remove(p.keys()).unwrap();
     assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
     assert!(one.wait_uploaded(later()).unwrap());
-    assert_eq!((remote(&one).uploaded, remote(&one).present), (9, 3));
+    assert_eq!((remote(&one).uploaded, remote(&one).present), (10, 3));
 }
 
 #[test]

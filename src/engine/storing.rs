@@ -113,11 +113,14 @@ impl EngineInner {
         let mut plan = StorePlan { chunks: Vec::with_capacity(chunks.len()), already_there, shed };
         let Some((log, first)) = self.log().zip(chunks.first()) else { return Ok(plan) };
         let (root, preferred_drive) = (Some(first.key), log.preferred_drive(&request.prompt.parent_of(first.index)));
+        let step = self.geometry.chunk_tokens;
         for chunk in &chunks {
             let tokens = chunk.tokens.len() as u32;
             let mut put = Box::new(PutSpec { root, preferred_drive, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
-            let remote = self.remote.clone();
+            // A removal deletes partial chunks in the remote tier only where the setting has them there.
+            let is_remote = tokens == step || self.options.settings.save_unfull_chunk;
+            let remote = self.remote.clone().filter(|_| is_remote);
             plan.chunks.push(StoreChunk {
                 layout: log.chunk_layout(tokens, SlotCodec::None),
                 tokens,

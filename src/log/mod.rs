@@ -314,10 +314,11 @@ impl Log {
         stats
     }
 
-    /// Drives that take no puts, after errors in a row or as their file system is gone.
+    /// Drives that take no puts or are not read, after errors in a row or as their file system is
+    /// gone.
     #[must_use]
     pub fn drives_down(&self) -> usize {
-        self.volumes.iter().filter(|volume| !volume.is_up()).count()
+        self.volumes.iter().filter(|volume| !(volume.is_up() && volume.answers.is_good())).count()
     }
 
     /// Up to `most` of the keys that this process has evicted since the first call, without those

@@ -18,6 +18,7 @@ use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{BackoffConfig, ClientOptions, Error as StoreError, GetOptions, GetRange, ObjectStore};
 use object_store::{ObjectStoreExt, ObjectStoreScheme, PutMode, PutOptions, PutPayload, RetryConfig};
+use tokio::sync::Semaphore;
 use url::Url;
 
 use super::breaker::Breaker;
@@ -31,6 +32,8 @@ const RETRIES: usize = 2;
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(5);
+/// Requests under way at once: each has a connection of its own.
+const AT_ONCE: usize = 64;
 /// Objects that are listed before they are deleted.
 const DELETED_AT_ONCE: usize = 1000;
 
@@ -41,8 +44,11 @@ pub(super) struct RemoteBucket {
     prefix: Path,
     breaker: Breaker,
     timeout: Duration,
-    /// It has refused a conditional put as not implemented.
+    /// It has refused a conditional put as not implemented, or is a directory: there a conditional
+    /// put is a hard link, which many network file systems refuse.
     is_unconditional: AtomicBool,
+    /// Requests that may be under way at once.
+    places: Semaphore,
 }
 
 /// What a request gives, or why it gives nothing.
@@ -64,7 +70,9 @@ impl RemoteBucket {
         let url = Url::parse(url).map_err(|e| bad(e.into()))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|e| bad(e.into()))?;
         let store = build(&url, &scheme, env, timeout).map_err(|e| bad(e.into()))?;
-        Ok(Self { store, prefix, breaker: Breaker::default(), timeout, is_unconditional: AtomicBool::new(false) })
+        let is_unconditional = AtomicBool::new(scheme == ObjectStoreScheme::Local);
+        let (breaker, places) = (Breaker::default(), Semaphore::new(AT_ONCE));
+        Ok(Self { store, prefix, breaker, timeout, is_unconditional, places })
     }
 
     /// The store itself, for requests that go past the breaker.
@@ -147,9 +155,10 @@ impl RemoteBucket {
         }
     }
 
-    /// Deletes the objects below `prefix`.
-    pub(super) async fn delete_below(&self, prefix: &Path) -> Answer<()> {
-        let mut all = self.store.list(Some(prefix)).map_ok(|meta| meta.location).try_chunks(DELETED_AT_ONCE);
+    /// Deletes the objects below `prefix` whose names are `wanted`.
+    pub(super) async fn delete_below(&self, prefix: &Path, wanted: fn(&Path) -> bool) -> Answer<()> {
+        let all = self.store.list(Some(prefix)).map_ok(|meta| meta.location);
+        let mut all = all.try_filter(|name| std::future::ready(wanted(name))).try_chunks(DELETED_AT_ONCE);
         loop {
             let next = async { all.next().await.transpose().map_err(|e| e.1) };
             match self.ask(self.timeout, next).await? {
@@ -162,6 +171,10 @@ impl RemoteBucket {
     /// Makes a request, within `limit`, where the store is worth asking.
     async fn ask<T>(&self, limit: Duration, request: impl Future<Output = object_store::Result<T>>) -> Answer<T> {
         let admitted = self.breaker.admit().ok_or(RemoteCause::CircuitOpen)?;
+        // That others take all places is not the store's fault.
+        let Ok(_place) = tokio::time::timeout(limit, self.places.acquire()).await else {
+            return Err(RemoteCause::TimedOut);
+        };
         let Ok(answer) = tokio::time::timeout(limit, request).await else {
             admitted.failed(&"it did not answer in time");
             return Err(RemoteCause::TimedOut);
@@ -254,14 +267,16 @@ mod tests {
             breaker: Breaker::default(),
             timeout: 30 * each,
             is_unconditional: AtomicBool::new(false),
+            places: Semaphore::new(AT_ONCE),
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             for n in 0..60 {
                 assert_eq!(bucket.put(&bucket.name(["all", &n.to_string()]), Vec::new(), false).await, Ok(true));
             }
-            assert_eq!(bucket.delete_below(&bucket.name(["all"])).await, Ok(()));
+            assert_eq!(bucket.delete_below(&bucket.name(["all"]), |name| !name.as_ref().ends_with("/7")).await, Ok(()));
             assert_eq!(bucket.head(&bucket.name(["all", "59"])).await, Err(RemoteCause::Absent));
+            assert_eq!(bucket.head(&bucket.name(["all", "7"])).await, Ok(0), "what is not ours stays");
         });
     }
 }

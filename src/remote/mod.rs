@@ -296,7 +296,7 @@ impl Remote {
             let tenant = tenant.map(|tenant| format!("{tenant:016x}"));
             let parts = [Some(&*shared.namespace), Some(&*shared.shard), tenant.as_deref()];
             let prefix = shared.bucket.name(parts.into_iter().flatten());
-            shared.bucket.delete_below(&prefix).await?;
+            shared.bucket.delete_below(&prefix, store::is_chunk).await?;
             // Which objects are the tenant's is not known here, so all answers are forgotten.
             if tenant.is_none() { shared.known.all_gone() } else { shared.known.forget() }
             Ok(())

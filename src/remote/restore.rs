@@ -103,6 +103,9 @@ async fn describe(shared: &Shared, to: &Destination, object: RemoteObject) -> Re
     if header.key != key || header.tenant != tenant {
         return Err(RemoteCause::Corrupt);
     }
+    if header.expiry_s != 0 && header.expiry_s <= to.log.options().clock.unix_s() {
+        return Err(RemoteCause::Expired);
+    }
     let codec = object::codec_of(&to.log, header.tokens, bytes).ok_or(RemoteCause::Corrupt)?;
     shared.known.set(&key, RemotePresence::There(codec));
     Ok(Wanted { key, parent: header.parent, tokens: header.tokens, depth: header.depth, tenant })

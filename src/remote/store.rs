@@ -50,7 +50,8 @@ pub struct RemoteTrial {
 pub struct RemoteStore {
     bucket: RemoteBucket,
     timeout: Duration,
-    runtime: Runtime,
+    /// There until it is dropped.
+    runtime: Option<Runtime>,
 }
 
 impl RemoteStore {
@@ -63,7 +64,7 @@ impl RemoteStore {
         Ok(Self {
             bucket: RemoteBucket::open(&options.url, &options.env, options.timeout)?,
             timeout: options.timeout,
-            runtime: runtime.map_err(|e| Error::io("cannot talk to the remote store", e))?,
+            runtime: Some(runtime.map_err(|e| Error::io("cannot talk to the remote store", e))?),
         })
     }
 
@@ -169,7 +170,10 @@ impl RemoteStore {
     }
 
     fn ask<T>(&self, what: &str, request: impl Future<Output = object_store::Result<T>>) -> Result<T> {
-        let answer = self.runtime.block_on(async { tokio::time::timeout(self.timeout, request).await });
+        let Some(runtime) = &self.runtime else {
+            return Err(Error::new(ErrorKind::Closed, "the remote store is closed"));
+        };
+        let answer = runtime.block_on(async { tokio::time::timeout(self.timeout, request).await });
         match answer {
             Ok(answer) => answer.map_err(|e| explained(what, e)),
             Err(_) => {
@@ -180,6 +184,18 @@ impl RemoteStore {
             }
         }
     }
+}
+
+impl Drop for RemoteStore {
+    fn drop(&mut self) {
+        // Does not wait for blocking calls, such as one to a name server that does not answer.
+        self.runtime.take().into_iter().for_each(Runtime::shutdown_background);
+    }
+}
+
+/// Whether this is the name of a chunk's object.
+pub(super) fn is_chunk(name: &Path) -> bool {
+    object_of(name, 0).is_some()
 }
 
 /// The chunk whose object has this name.

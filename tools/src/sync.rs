@@ -438,8 +438,9 @@ impl ShardReport {
     /// Takes over the counts of chunks that were not moved. That a chunk was not reached, or has
     /// left the drive, is no failure.
     fn fail(&mut self, causes: &[(&'static str, u64)]) {
-        let fails =
-            |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space" | "quota");
+        let fails = |cause: &str| {
+            !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space" | "quota" | "expired")
+        };
         let failed = causes.iter().filter(|(cause, n)| *n > 0 && fails(cause));
         self.failed = failed.map(|(cause, n)| ((*cause).to_owned(), *n)).collect();
     }

@@ -216,8 +216,9 @@ fn purge_deletes_in_the_remote_store_too_where_it_is_named() {
     let object = |namespace: &str, tenant: &str| {
         let place = store.join(namespace).join(log.geometry().shard_dir_name()).join(tenant);
         std::fs::create_dir_all(&place).unwrap();
-        std::fs::write(place.join("key"), "KV").unwrap();
-        place.join("key")
+        let name = place.join("ab".repeat(32));
+        std::fs::write(&name, "KV").unwrap();
+        name
     };
     let namespace = text("namespace", 0);
     let (own, all, other) =
@@ -228,8 +229,10 @@ fn purge_deletes_in_the_remote_store_too_where_it_is_named() {
     forebay(dir.path(), &["purge", ".", "--all", "--yes", "--remote", "redis://h"]).expect(2);
     // Where the tenant has nothing on the drive any more.
     let late = object(&namespace, &tenant);
+    let notes = late.with_file_name("notes.txt");
+    std::fs::write(&notes, "somebody's").unwrap();
     forebay(dir.path(), &["purge", ".", "--tenant-id", &tenant, "--yes", "--remote", &url]).expect(0);
-    assert!(!late.exists());
+    assert!(!late.exists() && notes.exists(), "chunks alone are deleted");
     forebay(dir.path(), &["purge", ".", "--all", "--yes", "--remote", &url]).expect(0);
     assert_eq!([&own, &all, &other].map(|f| f.exists()), [false, false, true]);
     // What another cache has in the same store goes where it is named.

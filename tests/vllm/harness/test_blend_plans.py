@@ -55,7 +55,7 @@ def test_every_block_has_another_hash_than_the_same_tokens_without_a_blend() -> 
 
 def test_a_prompt_has_a_bounded_number_of_segments() -> None:
     plans = planner()
-    places = [[n, n + 1] for n in range(200)]
+    places = [[n, n + 1] for n in range(150)]
     assert plans.takes(request(places=places))
     many = [4] * 400
     assert not plans.takes(request(many, places=[[n, n + 1] for n in range(257)]))

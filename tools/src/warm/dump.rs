@@ -233,6 +233,7 @@ pub(crate) fn layer_files(path: &Path) -> Result<BTreeMap<usize, PathBuf>> {
     for entry in std::fs::read_dir(path).map_err(io)? {
         let file = entry.map_err(io)?.path();
         let Some(index) = file.file_name().and_then(|n| n.to_str()).and_then(layer_of_file) else { continue };
+        header::check_regular(&file)?;
         if let Some(other) = files.insert(index, file.clone()) {
             return Err(bad(&file, format!("a second file of layer {index}, beside {}", other.display())));
         }

@@ -49,6 +49,16 @@ pub(crate) struct TensorFile {
     pub(crate) metadata: BTreeMap<String, String>,
 }
 
+/// Refuses what is no regular file within a folder of dumps: a link leads to what may be somebody
+/// else's, and opening a FIFO waits for its writer.
+///
+/// # Errors
+/// `InvalidInput`; what the system says.
+pub(crate) fn check_regular(path: &Path) -> Result<()> {
+    let meta = path.symlink_metadata().map_err(|e| Error::io("cannot look at the dump", e).at(path))?;
+    if meta.is_file() { Ok(()) } else { Err(Error::new(ErrorKind::InvalidInput, "not a regular file").at(path)) }
+}
+
 /// Reads and checks the header of `path`.
 ///
 /// # Errors

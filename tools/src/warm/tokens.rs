@@ -71,6 +71,7 @@ fn read_tensor(file: &TensorFile, tensor: &Tensor) -> Result<Vec<u8>> {
 pub(crate) fn from_sidecar(folder: &Path) -> Result<Vec<u32>> {
     let tensors = folder.join("token_ids.safetensors");
     if tensors.exists() {
+        header::check_regular(&tensors)?;
         return from_tensor(&header::read(&tensors)?);
     }
     let json = folder.join("token_ids.json");
@@ -91,6 +92,7 @@ enum Json {
 
 fn from_json(path: &Path) -> Result<Vec<u32>> {
     let bad = |why: String| Error::new(ErrorKind::InvalidInput, why).at(path);
+    header::check_regular(path)?;
     let file = File::open(path).map_err(|e| Error::io("cannot open the token ids", e).at(path))?;
     let mut text = Vec::new();
     file.take(MAX_JSON_BYTES + 1)

@@ -69,8 +69,9 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
         return Err(Error::new(ErrorKind::InvalidInput, "only regular files are benchmarked").at(path));
     }
     if !job.rw.reads() {
+        let before = std::fs::metadata(path).map(|m| m.len()).ok();
         let file = DirectFile::open(path, FileOptions::create())?;
-        return reserve(&file, size);
+        return reserve(&file, size).or_else(|e| undo(path, &file, before).and(Err(e)));
     }
     if is_laid_out(path, size) {
         return Ok(());
@@ -83,7 +84,7 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
     }
     let before = std::fs::metadata(path).map(|m| m.len()).ok();
     let file = DirectFile::open(path, FileOptions::create())?;
-    reserve(&file, size)?;
+    reserve(&file, size).or_else(|e| undo(path, &file, before).and(Err(e)))?;
     let bar = progress::bar(context, format!("laying out {}", path.display()), size, Unit::Bytes);
     let mut written = 0;
     let filled = fill(&file, size, (job.randseed, &mut written), &bar);
@@ -97,6 +98,14 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
         return filled.and(undone);
     }
     file.sync_data()
+}
+
+/// Gives back what a reservation that failed has taken: the file system keeps it.
+fn undo(path: &Path, file: &DirectFile, before: Option<u64>) -> Result<()> {
+    match before {
+        None => std::fs::remove_file(path).map_err(|e| Error::io("cannot remove the file", e).at(path)),
+        Some(length) => file.set_len(length),
+    }
 }
 
 /// Whether a file has data in all of its first `size` bytes. What is only reserved, as by a write
