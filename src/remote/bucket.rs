@@ -157,12 +157,11 @@ impl RemoteBucket {
 
     /// Deletes the objects below `prefix` whose names are `wanted`.
     pub(super) async fn delete_below(&self, prefix: &Path, wanted: fn(&Path) -> bool) -> Answer<()> {
-        let all = self.store.list(Some(prefix)).map_ok(|meta| meta.location);
-        let mut all = all.try_filter(|name| std::future::ready(wanted(name))).try_chunks(DELETED_AT_ONCE);
+        let mut all = self.store.list(Some(prefix)).map_ok(|meta| meta.location).try_chunks(DELETED_AT_ONCE);
         loop {
             let next = async { all.next().await.transpose().map_err(|e| e.1) };
             match self.ask(self.timeout, next).await? {
-                Some(some) => self.delete(some).await?,
+                Some(some) => self.delete(some.into_iter().filter(wanted).collect()).await?,
                 None => return Ok(()),
             }
         }
@@ -170,11 +169,14 @@ impl RemoteBucket {
 
     /// Makes a request, within `limit`, where the store is worth asking.
     async fn ask<T>(&self, limit: Duration, request: impl Future<Output = object_store::Result<T>>) -> Answer<T> {
-        let admitted = self.breaker.admit().ok_or(RemoteCause::CircuitOpen)?;
-        // That others take all places is not the store's fault.
+        if !self.breaker.is_closed() && self.places.available_permits() == 0 {
+            return Err(RemoteCause::CircuitOpen);
+        }
+        // Before the breaker's time begins: that others take all places is not the store's fault.
         let Ok(_place) = tokio::time::timeout(limit, self.places.acquire()).await else {
             return Err(RemoteCause::TimedOut);
         };
+        let admitted = self.breaker.admit().ok_or(RemoteCause::CircuitOpen)?;
         let Ok(answer) = tokio::time::timeout(limit, request).await else {
             admitted.failed(&"it did not answer in time");
             return Err(RemoteCause::TimedOut);

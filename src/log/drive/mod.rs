@@ -18,6 +18,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 
@@ -519,6 +520,9 @@ impl std::fmt::Debug for Volume {
     }
 }
 
+/// How soon is looked again whether a process that cannot share the cache has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
 /// Whether another process writes a lane of the shard.
 fn is_in_use(shard_dir: &Path) -> Result<bool> {
     let lock = |dir: PathBuf| paths::open_small(&dir.join(paths::LANE_LOCK), false);
@@ -551,11 +555,14 @@ fn is_above_floor(shard: &SharedShard, entry: &Entry) -> bool {
 /// pages neither would see the other's floors and removals.
 fn open_shard(ctx: &Ctx, shard_dir: &Path) -> Result<SharedShard> {
     let path = shard_dir.join(paths::SHARD_SHM);
-    if let Ok(file) = paths::open_small(&path, false) {
+    let since = Instant::now();
+    while let Ok(file) = paths::open_small(&path, false) {
         match SharedShard::attach(&file, ctx.boot, Access::ReadWrite) {
             Ok(shard) => return Ok(shard),
-            Err(e) if is_in_use(shard_dir)? => return Err(in_use_by_others(e, &path)),
-            Err(_) => {}
+            Err(_) if !is_in_use(shard_dir)? => break,
+            // It may be about to end, as at an upgrade.
+            Err(_) if since.elapsed() < ctx.options.io_timeout => std::thread::sleep(LOOK_AGAIN),
+            Err(e) => return Err(in_use_by_others(e, &path)),
         }
     }
     let file = paths::new_shared(shard_dir, paths::SHARD_SHM, SharedShard::FILE_BYTES)?;

@@ -20,7 +20,9 @@ impl Lane {
         let buf: Buf = buf.into();
         let bytes = buf.len() as u64;
         let of_index = file.id() == self.index.id();
-        let buf = if of_index { buf.with(self.index_writes.claim(offset..offset + bytes)? as _) } else { buf };
+        let place = offset..offset + bytes;
+        let claim = if of_index { self.index_writes.claim(place)? } else { self.erasing_writes.note(place) };
+        let buf = buf.with(claim as _);
         self.wait(Request::write(Arc::clone(file), offset, buf, drop))?;
         if of_index {
             self.ctx.counters.journal_bytes_written.add(bytes);
@@ -76,10 +78,11 @@ impl Lane {
         Err(Error::new(ErrorKind::Io, "another flush failed meanwhile").at(&self.dir))
     }
 
-    /// Whether a write of a segment's region has not ended.
-    pub(in crate::log) fn is_writing_region(&self, segment: u32) -> bool {
-        let region = self.region_offset(segment);
+    /// Whether a write of a segment's region, or of zeros to its slots, has not ended.
+    pub(in crate::log) fn is_writing(&self, segment: u32) -> bool {
+        let (region, slots) = (self.region_offset(segment), u64::from(segment) * self.segment_bytes());
         self.index_writes.is_claimed(&(region..region + self.superblock.region_bytes))
+            || self.erasing_writes.is_claimed(&(slots..slots + self.segment_bytes()))
     }
 
     /// Submits a write to a slot's header. Where the queue is full, the journal thread submits it

@@ -19,13 +19,13 @@
 //!   places in them, the journal's pages, records and flushes that wait, puts under way, recency
 //!   and the policy for chains;
 //! * `held`: a place is not used again while it is being written;
-//! * `io`, `index_writes`: reads, writes and flushes; writes to index.kv that have not ended;
+//! * `io`, `pending_writes`: reads, writes and flushes; writes that have not ended;
 //! * `erase`: slots are made unreadable;
 //! * `tables`: the files of shared memory.
 
 mod erase;
 mod held;
-mod index_writes;
+mod pending_writes;
 mod io;
 mod pending;
 mod puts;
@@ -55,7 +55,7 @@ pub(super) use tables::{
 };
 pub(super) use usage::{PolicyEvent, Usage, quota_tenant, slot_bytes, tenant_of};
 
-use self::index_writes::IndexWrites;
+use self::pending_writes::PendingWrites;
 use super::base::budget::Budget;
 use super::base::ctx::Ctx;
 use super::base::lock::FileLock;
@@ -279,7 +279,9 @@ pub struct Lane {
     /// Wakes those who wait for the journal thread.
     pub(super) progress: Condvar,
     lock: Mutex<Option<FileLock>>,
-    index_writes: Arc<IndexWrites>,
+    index_writes: Arc<PendingWrites>,
+    /// Writes of zeros to data.kv.
+    erasing_writes: Arc<PendingWrites>,
     /// Held while index.kv is flushed: the kernel tells one flush of several that pages are lost,
     /// and the others must not pass for good before that one is counted.
     flushing_index: Mutex<()>,
@@ -333,6 +335,7 @@ impl Lane {
             progress: Condvar::new(),
             lock: Mutex::new(p.lock),
             index_writes: Arc::default(),
+            erasing_writes: Arc::default(),
             flushing_index: Mutex::new(()),
             closed_early: AtomicU64::new(0),
             floors_swept: AtomicU64::new(0),

@@ -199,7 +199,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let lane = &victim.lane;
     let stuck = lane.state()?.segments.condemned();
     let is_leased = || lane.is_leased(victim.segment, victim.epoch);
-    if stuck >= MOST_STUCK || is_leased() || lane.is_writing_region(victim.segment) {
+    if stuck >= MOST_STUCK || is_leased() || lane.is_writing(victim.segment) {
         return Ok(false);
     }
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
@@ -211,7 +211,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let _one = lane.erasing.lock();
     // Looked at once more, because lookups miss what is condemned even if that is taken back at
     // once for a lease.
-    if is_leased() || !condemn(volume, victim)? {
+    if is_leased() || lane.is_writing(victim.segment) || !condemn(volume, victim)? {
         return Ok(false);
     }
     // Copies get headers only now: of two slots of which an entry names one, the original lies in a
@@ -253,8 +253,8 @@ pub(super) fn finish_condemned(volume: &Volume, lane: &Arc<Lane>) -> Result<()> 
         state.segments.iter().filter(|(_, s)| s.phase() == SegmentPhase::Condemned).map(|(n, _)| n).collect()
     };
     for victim in condemned.into_iter().filter_map(|n| Victim::of(lane, n, 0)) {
-        if lane.is_writing_region(victim.segment) {
-            return Err(Error::new(ErrorKind::Busy, "a write of a segment's region has not ended").at(&lane.dir));
+        if lane.is_writing(victim.segment) {
+            return Err(Error::new(ErrorKind::Busy, "a write to a segment has not ended").at(&lane.dir));
         }
         let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
         finish(volume, &victim, &records, true)?;

@@ -529,7 +529,8 @@ fn a_page_of_another_version_is_not_replaced_while_its_process_runs() {
         File::options().write(true).open(&path).unwrap().write_all_at(&99u64.to_le_bytes(), 8).unwrap();
     }
     for mode in [Mode::Rw, Mode::Ro] {
-        let e = Log::open(LogOptions { mode, ..options(dir.path()) }).unwrap_err();
+        let io_timeout = Duration::from_millis(200);
+        let e = Log::open(LogOptions { mode, io_timeout, ..options(dir.path()) }).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Incompatible, "{mode:?}");
         assert!(e.to_string().contains("stop the other processes"), "{e}");
     }

@@ -104,6 +104,20 @@ fn the_segment_of_an_extent_that_hangs_is_not_used_again_before_its_write_has_en
 }
 
 #[test]
+fn the_segment_of_zeros_that_hang_is_not_used_again_before_their_write_has_ended() {
+    let dir = temp();
+    let h = open_hanging(dir.path());
+    h.log.volumes[0].own().unwrap().set_no_holes();
+    (0..4).for_each(|n| assert!(store(&h.log, n)));
+    h.hanging.store(true, Ordering::SeqCst);
+    assert!(h.log.remove(&[key(3)]).is_err());
+    h.hanging.store(false, Ordering::SeqCst);
+    // The zeros are written once more, and those that hang may still come.
+    h.log.remove(&[key(3)]).unwrap();
+    h.stays_until_the_write_ends();
+}
+
+#[test]
 fn a_flush_covers_commits_whose_headers_are_being_written() {
     let dir = temp();
     let log = open(dir.path());

@@ -139,8 +139,6 @@ pub(super) struct LoadInner {
     moved: Mutex<Instant>,
     /// Reads that were submitted and have not ended.
     reads: AtomicUsize,
-    /// The drive of its first chunk.
-    first_drive: usize,
     /// Bytes of staging of the largest step from the memory tier to an accelerator.
     hit_bytes: usize,
     state: Mutex<LoadState>,

@@ -87,8 +87,7 @@ struct Turns {
 /// The reads of a drive.
 #[derive(Default)]
 struct DriveReads {
-    /// Loads that have something to read from it; the next read of one may turn out to be from
-    /// another drive.
+    /// Loads whose next read is from it.
     queue: VecDeque<Arc<LoadInner>>,
     /// Bytes of those that were submitted and have not ended.
     bytes: usize,
@@ -106,11 +105,6 @@ impl DriveReads {
 impl Turns {
     fn drive(&mut self, drive: usize) -> &mut DriveReads {
         self.drives.entry(drive).or_default()
-    }
-
-    /// Puts a load that has something to read at the end of a drive's queue.
-    fn enqueue(&mut self, load: &Arc<LoadInner>) {
-        push_once(&mut self.drive(load.first_drive).queue, load);
     }
 
     /// The drive whose turn it is, of those that have loads and take reads.
@@ -209,9 +203,7 @@ impl LoadPump {
         if finished {
             self.count(state.result(), Duration::ZERO);
         }
-        let first_drive = spec.chunks.first().map_or(0, |chunk| chunk.source.drive());
         let inner = Arc::new(LoadInner {
-            first_drive,
             chunks: Mutex::new(spec.chunks),
             kv: spec.kv,
             gate: Arc::new(Gate::new()),
@@ -238,8 +230,7 @@ impl LoadPump {
         if has_hits {
             inner.feed();
         }
-        self.turns.lock().enqueue(&inner);
-        self.kick();
+        self.enqueue(&inner);
         Ok(Load { inner })
     }
 
@@ -268,8 +259,16 @@ impl LoadPump {
     /// A load that had nothing left to read has something again.
     pub(super) fn enqueue(&self, load: &Arc<LoadInner>) {
         self.waits_again(load);
-        self.turns.lock().enqueue(load);
+        self.queue(load);
         self.kick();
+    }
+
+    /// Puts a load at the end of the queue of the drive that its next read is from, if there is
+    /// one.
+    fn queue(&self, load: &Arc<LoadInner>) {
+        if let Some(drive) = load.drive_wanted() {
+            push_once(&mut self.turns.lock().drive(drive).queue, load);
+        }
     }
 
     /// A load may wait for a drive from now on that did not before: its time begins.
@@ -424,8 +423,13 @@ impl LoadPump {
                     drop(turns);
                     load.not_copied(&step, MissCause::Internal);
                 }
-                None if reads => turns.enqueue(&load),
-                None => {}
+                None => {
+                    drop(turns);
+                    if reads {
+                        self.waits_again(&load);
+                        self.queue(&load);
+                    }
+                }
             }
         }
     }
@@ -459,14 +463,9 @@ impl LoadPump {
                 turns.spare = Some(buf);
                 continue;
             }
-            let (frame, more) = {
-                let state = load.state.lock();
-                (state.frame_part(&mut step), state.has_steps())
-            };
+            let frame = load.state.lock().frame_part(&mut step);
+            self.queue(load);
             let mut turns = self.turns.lock();
-            if more {
-                push_once(&mut turns.drive(drive).queue, load);
-            }
             let (buf, slot) = match frame {
                 Some(frame) if buf.place() == MemorySpace::Host => {
                     turns.spare = Some(buf);
@@ -579,7 +578,9 @@ impl LoadPump {
                 watch = self.watch.lock();
                 continue;
             }
-            match watch.active.iter().filter(waits).filter_map(ends_at).min() {
+            // A load that waits for the device now may wait for a drive at any time.
+            let look_again = watch.active.iter().any(|l| waits(&l)).then(|| now + stall);
+            match watch.active.iter().filter(waits).filter_map(ends_at).chain(look_again).min() {
                 Some(at) => {
                     let _ = self.watch_changed.wait_until(&mut watch, at);
                 }

@@ -44,7 +44,15 @@ impl LoadInner {
         Some(self.chunks.lock().get(step.chunk)?.source.drive())
     }
 
-    /// Whether the load has something to read, or waits for staging to wipe with.
+    /// The drive that the next read is from; `None` where there is nothing to read now.
+    pub(super) fn drive_wanted(&self) -> Option<usize> {
+        let step = self.state.lock().next_step()?;
+        let drive = self.drive_of(&step);
+        self.state.lock().unread(step);
+        drive
+    }
+
+    /// Whether the load has something to read, or to wipe.
     pub(super) fn waits_for_drive(&self) -> bool {
         self.reads.load(Ordering::Acquire) > 0 || {
             let state = self.state.lock();
@@ -195,6 +203,8 @@ impl LoadInner {
     }
 
     fn scatter_done(self: &Arc<Self>, step: ReadStep, wanted: Vec<usize>, out: Scattered) {
+        // What comes of it may wait for a drive again.
+        self.moved();
         let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
         let header = match (&source, step.header) {
             (Some(source), true) => {
@@ -223,7 +233,6 @@ impl LoadInner {
             }
         });
         if step.in_memory {
-            self.moved();
             self.feed();
         }
     }

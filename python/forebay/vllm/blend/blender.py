@@ -353,10 +353,12 @@ class Blender:
 
     def _allocated(self, allocate: Callable[[], T]) -> T:
         """What all workers have memory for; `ValueError` on all of them where one has none."""
+        import torch
+
         made, failed = None, None
         try:
             made = allocate()
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, torch.OutOfMemoryError) as error:
             failed = error
         if self.ranks.all([failed is None]) == [False]:
             raise ValueError(f"there is no memory for this blend: {failed or 'on another worker'}") from failed
