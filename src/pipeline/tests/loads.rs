@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use futures_util::Stream;
 
 use super::disk::{Fate, Slot};
+use super::memory::{all_of, bring_damaged, wait_used, world_with};
 use super::world::{EXTENT, LAYERS, TOKENS, World};
 use crate::error::ErrorKind;
 use crate::paged::ChunkPlan;
@@ -276,9 +277,12 @@ fn a_read_that_fails_after_its_load_was_given_up_is_reported_once() {
 fn two_drives(change: impl FnOnce(&mut PipelineOptions)) -> (World, [Arc<Slot>; 2]) {
     let w = World::with(16, 4, change);
     let (slots, _) = w.stored(2);
-    let on = |at: usize| Slot { drive: at, disk: Arc::clone(&w.disk), layout: slots[at].layout.clone(), ..*slots[at] };
-    let slots = [Arc::new(on(0)), Arc::new(on(1))];
+    let slots = [on_drive(&slots[0], 0), on_drive(&slots[1], 1)];
     (w, slots)
+}
+
+fn on_drive(slot: &Slot, drive: usize) -> Arc<Slot> {
+    Arc::new(Slot { drive, disk: Arc::clone(&slot.disk), layout: slot.layout.clone(), ..*slot })
 }
 
 /// Ends the transfers of a slot until a load is over.
@@ -323,6 +327,24 @@ fn a_load_of_chunks_on_two_drives_reads_from_both() {
     let loads: Vec<_> = others.iter().map(|kv| w.load(kv, &slots)).collect();
     assert!(loads.iter().all(|load| load.wait().tokens == 2 * T));
     assert!(others.iter().all(|kv| kv.bytes() == to.bytes()));
+}
+
+#[test]
+fn a_chunk_in_memory_whose_drive_hangs_keeps_no_load_from_reading_another() {
+    let (w, tier) = world_with(3, 16, |o| o.window_bytes = EXTENT);
+    let (slots, from) = w.stored(3);
+    tier.retain(|_| false);
+    wait_used(&tier, 0);
+    bring_damaged(&w, &tier, &slots[1], &[]);
+    let [hung, cached, good] = [(0, 0), (1, 0), (2, 1)].map(|(at, drive)| on_drive(&slots[at], drive));
+    w.disk.pause();
+    let (a, b) = (w.kv(1), w.kv(2));
+    let late = w.load(&a, &[hung]);
+    w.disk.wait_held(1);
+    let load = w.load(&b, &[cached, Arc::clone(&good)]);
+    assert_eq!(end_of(&w, &good, &load), all_of(2));
+    assert!(b.chunk_bytes(0) == from.chunk_bytes(1) && b.chunk_bytes(1) == from.chunk_bytes(2));
+    assert_eq!(late.wait_for(Duration::ZERO), None);
 }
 
 #[test]
