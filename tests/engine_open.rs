@@ -86,7 +86,9 @@ fn every_metric_has_a_value_and_a_line_in_the_documentation() {
     let described: BTreeSet<&str> = METRICS.iter().map(|m| m.name).collect();
     assert_eq!(exposed, described);
     let page = include_str!("../docs/metrics.md");
-    let lines: BTreeSet<&str> = page.lines().filter(|l| l.starts_with("| `forebay_")).collect();
+    let (_, table) = page.split_once("\n## All metrics\n").unwrap();
+    let (table, _) = table.split_once("\n## ").unwrap();
+    let lines: BTreeSet<&str> = table.lines().filter(|l| l.starts_with("| `forebay_")).collect();
     let row = |m: &forebay::metrics::Description| {
         let labels: Vec<String> = m.labels.iter().map(|l| format!("`{l}`")).collect();
         format!("| `{}` | {} | {} | {} |", m.name, m.kind.as_str(), labels.join(", "), m.help)
