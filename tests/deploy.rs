@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use engine_world::{CHUNK, World, prompt, slots, store};
 use forebay::config::{Capacity, Loader, MinFree, Settings};
-use forebay::connector::{Counter, GAUGES, SchedulerStats, WorkerStats};
+use forebay::connector::{Counter, SchedulerStats, WorkerStats};
 use forebay::objects::ObjectStore;
 use serde_json::Value;
 
@@ -63,7 +63,8 @@ fn exposed() -> Exposed {
             cause.map(|cause| labels.entry("cause".to_owned()).or_default().insert(cause.to_owned()));
         }
     }
-    let of_vllm = GAUGES.iter().map(|name| format!("vllm:forebay_{name}")).chain(OF_VLLM.map(str::to_owned));
+    let of_vllm =
+        WorkerStats::GAUGES.iter().map(|name| format!("vllm:forebay_{name}")).chain(OF_VLLM.map(str::to_owned));
     exposed.extend(of_vllm.map(|name| (name, BTreeMap::new())));
     exposed
 }

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, Counter, Finished, GAUGES, KvEvents, NewRequest, PrefixLookup,
-    RanksLookup, RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker, WorkerMeta,
-    WorkerStats, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ConnectorOptions, Counter, Finished, KvEvents, NewRequest, PrefixLookup, RanksLookup,
+    RequestChunk, Scheduler, SchedulerStats, StepInput, StepMeta, StepOutput, Worker, WorkerMeta, WorkerStats,
+    windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::{Error, ErrorKind};
@@ -51,7 +51,7 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
 #[derive(Default)]
 struct Reported {
     counters: Vec<u64>,
-    gauges: [u64; GAUGES.len()],
+    gauges: [u64; WorkerStats::GAUGES.len()],
 }
 
 impl Reported {
@@ -61,7 +61,7 @@ impl Reported {
         &mut self,
         py: Python<'py>,
         counters: &[Counter],
-        gauges: [u64; GAUGES.len()],
+        gauges: [u64; WorkerStats::GAUGES.len()],
     ) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         self.counters.resize(counters.len(), 0);
@@ -70,7 +70,8 @@ impl Reported {
             dict.set_item(counter.key(), counter.value - std::mem::replace(last, counter.value))?;
         }
         let before = std::mem::replace(&mut self.gauges, gauges);
-        let told = GAUGES.iter().zip(gauges).zip(before).filter(|((_, now), before)| (*now, *before) != (0, 0));
+        let told =
+            WorkerStats::GAUGES.iter().zip(gauges).zip(before).filter(|((_, now), before)| (*now, *before) != (0, 0));
         told.map(|(gauge, _)| gauge).try_for_each(|(name, now)| dict.set_item(*name, now))?;
         Ok(dict)
     }
@@ -124,7 +125,7 @@ pub(crate) fn chunk_tokens(
 /// holds.
 #[pyfunction]
 pub(crate) fn gauge_names() -> Vec<&'static str> {
-    GAUGES.to_vec()
+    WorkerStats::GAUGES.to_vec()
 }
 
 /// Names of all that the connector counts: `name`, or `name:cause`.

@@ -34,8 +34,8 @@ impl Counter {
     }
 }
 
-/// Names of what is not right now, 0 where all is well; of several processes the largest holds.
-pub const GAUGES: [&str; 4] = ["closed", "drives_down", "hung_requests", "remote_failing"];
+/// As [`WorkerStats::GAUGES`](super::WorkerStats::GAUGES).
+pub(super) const GAUGES: [&str; 4] = ["closed", "drives_down", "hung_requests", "remote_failing"];
 
 /// The values of [`GAUGES`].
 pub(super) fn gauges(health: &EngineHealth) -> [u64; GAUGES.len()] {

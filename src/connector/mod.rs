@@ -39,7 +39,7 @@ mod scheduler;
 mod worker;
 mod worker_identity;
 
-pub use counts::{Counter, GAUGES};
+pub use counts::Counter;
 pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
 pub use meta::{
     BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta,

@@ -90,7 +90,8 @@ pub use crate::remote::{Fetch, RemoteStats};
 pub use crate::tier::MemoryStats;
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
-pub use stats::{EngineHealth, EngineStats, StagingStats};
+pub(crate) use stats::EngineHealth;
+pub use stats::{EngineStats, StagingStats};
 pub use turn::KeyTurn;
 
 /// How often a cache that could not be opened is tried again.

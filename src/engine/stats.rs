@@ -112,7 +112,7 @@ pub struct EngineStats {
 /// Why chunks were lost, and what does not work now: what an operator is to hear of. Cheap enough
 /// for every step of a server.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct EngineHealth {
+pub(crate) struct EngineHealth {
     /// Whether the cache is open.
     pub up: bool,
     /// Drives that are left alone after errors in a row, or whose file system is gone.
@@ -187,8 +187,7 @@ impl Engine {
     }
 
     /// What an operator is to hear of; nothing, and `up` false, in a forked child.
-    #[must_use]
-    pub fn health(&self) -> EngineHealth {
+    pub(crate) fn health(&self) -> EngineHealth {
         self.check().map(EngineInner::health).unwrap_or_default()
     }
 }

@@ -263,7 +263,7 @@ impl SchedulerStats {
         Counter::all(plain).chain(missed).collect()
     }
 
-    /// The values of [`GAUGES`](super::GAUGES); those of engines are their workers' to tell.
+    /// The values of [`WorkerStats::GAUGES`](super::WorkerStats::GAUGES); those of engines are their workers' to tell.
     #[must_use]
     pub fn gauges(&self) -> [u64; GAUGES.len()] {
         gauges(&EngineHealth { up: true, remote: self.remote.clone(), ..EngineHealth::default() })

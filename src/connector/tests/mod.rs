@@ -198,7 +198,7 @@ fn the_page_of_metrics_has_every_counter() {
     let part = |from: &str, to: &str| page.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
     let workers = part("`vllm:forebay_…_total`, of workers", "`vllm:forebay_scheduler_…_total`");
     let scheduler = part("| `vllm:forebay_scheduler_…_total` |", "## Blending");
-    for name in WorkerStats::default().counters().iter().map(|counter| counter.name).chain(GAUGES) {
+    for name in WorkerStats::default().counters().iter().map(|counter| counter.name).chain(WorkerStats::GAUGES) {
         assert!(workers.contains(&format!("`{name}`")), "{name}");
     }
     for Counter { name, .. } in SchedulerStats::default().counters() {

@@ -66,7 +66,7 @@ pub struct WorkerStats {
     /// What an operator is to hear of the worker's engine. Its sheds include those chunks that were
     /// not given to the engine.
     #[serde(skip)]
-    pub health: EngineHealth,
+    pub(crate) health: EngineHealth,
     /// Stores whose gathers were given up, so that blocks come free.
     pub given_up: u64,
     /// Orders that could not be carried out: for a request's tokens that this worker does not know,
@@ -85,6 +85,9 @@ pub struct WorkerStats {
 }
 
 impl WorkerStats {
+    /// Names of what is not right now, 0 where all is well; of several processes the largest holds.
+    pub const GAUGES: [&str; GAUGES.len()] = GAUGES;
+
     /// The counts that only grow, by name.
     #[must_use]
     pub fn counters(&self) -> Vec<Counter> {
@@ -140,7 +143,7 @@ impl WorkerStats {
             .collect()
     }
 
-    /// The values of [`GAUGES`](super::GAUGES).
+    /// The values of [`WorkerStats::GAUGES`].
     #[must_use]
     pub fn gauges(&self) -> [u64; GAUGES.len()] {
         gauges(&self.health)
