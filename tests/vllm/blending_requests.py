@@ -152,6 +152,8 @@ def offline(of: Requests) -> dict[str, Any]:
     for select in ("none", "first-k", "query", "deviation"):
         of.server.llm.reset_prefix_cache()
         live = of.answer(prompt, asking(places, blend_select=select, blend_ratio=0.15))
+        # Both have the same hashes: without this the second finds what the first has computed.
+        of.server.llm.reset_prefix_cache()
         made = of.server.generate(blend.blend(prompt, places, select=select, ratio=0.15).prompt)
         seen[select] = {"live": live, "offline": made}
     seen["afterwards"] = of.answer(prompt)
