@@ -118,7 +118,8 @@ impl EngineInner {
             let tokens = chunk.tokens.len() as u32;
             let mut put = Box::new(PutSpec { root, preferred_drive, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
-            // A removal deletes partial chunks in the remote tier only where the setting has them there.
+            // A removal deletes partial chunks in the remote tier only where the setting has them
+            // there.
             let is_remote = tokens == step || self.options.settings.save_unfull_chunk;
             let remote = self.remote.clone().filter(|_| is_remote);
             plan.chunks.push(StoreChunk {

@@ -19,9 +19,7 @@ pub trait ChunkSource: Send + Sync {
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
     /// Number of the drive that it is on.
-    fn drive(&self) -> usize {
-        0
-    }
+    fn drive(&self) -> usize;
 
     /// Submits a request of this chunk; never blocks.
     ///
@@ -60,9 +58,7 @@ pub trait ChunkSink: Send + Sync {
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
     /// Number of the drive that it is on.
-    fn drive(&self) -> usize {
-        0
-    }
+    fn drive(&self) -> usize;
 
     /// Submits a request of this slot, also one that was rejected before; never blocks.
     ///

@@ -263,7 +263,8 @@ impl SchedulerStats {
         Counter::all(plain).chain(missed).collect()
     }
 
-    /// The values of [`WorkerStats::GAUGES`](super::WorkerStats::GAUGES); those of engines are their workers' to tell.
+    /// The values of [`WorkerStats::GAUGES`](super::WorkerStats::GAUGES). Workers report those of
+    /// engines.
     #[must_use]
     pub fn gauges(&self) -> [u64; GAUGES.len()] {
         gauges(&EngineHealth { up: true, remote: self.remote.clone(), ..EngineHealth::default() })

@@ -677,6 +677,10 @@ mod tests {
             unreachable!("nothing is written")
         }
 
+        fn drive(&self) -> usize {
+            0
+        }
+
         fn submit(&self, _: Request) -> std::result::Result<(), Rejected> {
             unreachable!("nothing is written")
         }
