@@ -104,9 +104,8 @@ class Blend:
         chosen: str | list[int] = select if isinstance(select, str) else sorted({int(row) for row in select})
         ratios, layers, thresholds = shares(ratio), numbers(check_layer), shares(threshold)
         check(tokens, given, chosen, ratios, layers, thresholds)
-        # The choice depends on what follows the last segment.
-        question = tokens[given[-1][1] :] if given and chosen == "query" else []
-        blended_as = salt(self._anchor, given, (chosen, ratios, layers, thresholds, question), cache_salt)
+        how = (chosen, ratios, layers, thresholds, question(tokens, given, chosen))
+        blended_as = salt(self._anchor, given, how, cache_salt)
         said = self._call("forebay_blend_prompt", tokens, given, chosen, ratios, layers, thresholds, blended_as)
         states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
         return Blended(tokens, blended_as, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
@@ -123,6 +122,11 @@ class Blend:
         if errors := [one["error"] for one in said if "error" in one]:
             raise BlendError(errors[0])
         return said[0]["result"]
+
+
+def question(tokens: list[int], segments: Sequence[tuple[int, int]], select: str | list[int]) -> list[int]:
+    """What the choice of tokens depends on beside the segments: for `query`, what follows the last of them."""
+    return tokens[segments[-1][1] :] if segments and select == "query" else []
 
 
 def salt(anchor: list[int], segments: list[tuple[int, int]], how: tuple[Any, ...], tenant: str | None) -> str:

@@ -108,9 +108,7 @@ class Planner:
         if extra.skips(request)[1] or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
             return self._refused("skipped")
         plan = _Plan(request, asked, covered, bool(params.get(STORES)), request.cache_salt)
-        # The choice depends on what follows the last segment.
-        question = asked.tokens[asked.segments[-1][1] :] if asked.select == "query" else []
-        how = (asked.select, asked.ratios, asked.check_layers, asked.thresholds, question)
+        how = (asked.select, asked.ratios, asked.check_layers, asked.thresholds, client.question(asked.tokens, asked.segments, asked.select))
         before = list(request.block_hashes)
         _salted(request, client.salt(asked.anchor, asked.segments, how, plan.tenant))
         if (before or self._hashes) and not _differ(before, request.block_hashes):
