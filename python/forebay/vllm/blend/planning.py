@@ -108,7 +108,8 @@ class Planner:
         if extra.skips(request)[1] or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
             return self._refused("skipped")
         plan = _Plan(request, asked, covered, bool(params.get(STORES)), request.cache_salt)
-        how = (asked.select, asked.ratios, asked.check_layers, asked.thresholds, client.question(asked.tokens, asked.segments, asked.select))
+        question = client.question(asked.tokens, asked.segments, asked.select)
+        how = (asked.select, asked.ratios, asked.check_layers, asked.thresholds, question)
         before = list(request.block_hashes)
         _salted(request, client.salt(asked.anchor, asked.segments, how, plan.tenant))
         if (before or self._hashes) and not _differ(before, request.block_hashes):
