@@ -22,6 +22,7 @@ use super::header::Holder;
 use super::lane::{MappedLane, SharedLane, W_RECORDS_HIGH};
 use super::sync::AtomicU64;
 
+const HOLD_NS: u64 = 3_600 * 1_000_000_000;
 const CLAIMING: u64 = 1 << 63;
 const PID_MASK: u64 = 0xffff_ffff;
 const STALE_CLAIM_MS: u64 = 10_000;
@@ -110,6 +111,24 @@ impl Drop for LeaseGuard {
     }
 }
 
+/// A lease that lasts as long as this: what a removal
+/// takes until its write has ended.
+#[derive(Debug)]
+pub struct HoldGuard {
+    lane: SharedLane,
+    record: usize,
+    owner: u64,
+}
+
+impl Drop for HoldGuard {
+    fn drop(&mut self) {
+        // A forked child only drops its copy.
+        if self.lane.inner.process == std::process::id() {
+            self.lane.inner.end(self.record, self.owner);
+        }
+    }
+}
+
 impl SharedLane {
     /// Takes a lease on a use of a segment until `expiry_ns` of the boot clock.
     ///
@@ -121,31 +140,6 @@ impl SharedLane {
         epoch: u32,
         expiry_ns: u64,
         env: &LeaseEnv<'_>,
-    ) -> Result<LeaseGuard, LeaseRefused> {
-        self.lease_within(segment, epoch, expiry_ns, (env, true))
-    }
-
-    /// As [`lease`](Self::lease), without the limit on leased segments: for a removal, which ends
-    /// soon.
-    ///
-    /// # Errors
-    /// Why there is none.
-    pub fn hold(
-        &self,
-        segment: u32,
-        epoch: u32,
-        expiry_ns: u64,
-        env: &LeaseEnv<'_>,
-    ) -> Result<LeaseGuard, LeaseRefused> {
-        self.lease_within(segment, epoch, expiry_ns, (env, false))
-    }
-
-    fn lease_within(
-        &self,
-        segment: u32,
-        epoch: u32,
-        expiry_ns: u64,
-        (env, in_share): (&LeaseEnv<'_>, bool),
     ) -> Result<LeaseGuard, LeaseRefused> {
         let guard = |expiry_ns| LeaseGuard { lane: self.clone(), segment, epoch, expiry_ns };
         let inner = &self.inner;
@@ -159,7 +153,7 @@ impl SharedLane {
             return Ok(guard(mine.expiry_ns));
         }
         let lasting = expiry_ns.saturating_add(expiry_ns.saturating_sub(env.now_ns) / 2);
-        let (record, owner) = inner.publish(segment, epoch, lasting, (env, in_share))?;
+        let (record, owner) = inner.publish(segment, epoch, lasting, (env, true))?;
         let mine = LeaseRecord { record, owner, expiry_ns: lasting, guards: 1 };
         if let Some(old) = held.insert((segment, epoch), mine) {
             inner.end(old.record, old.owner);
@@ -168,6 +162,17 @@ impl SharedLane {
             }
         }
         Ok(guard(lasting))
+    }
+
+    /// Keeps a use of a segment until the guard goes, without the limit on leased segments: for a
+    /// removal, which writes into a lane of another process. After an hour it protects no more: it
+    /// may be that of a dead process in another PID namespace.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn hold(&self, segment: u32, epoch: u32, env: &LeaseEnv<'_>) -> Result<HoldGuard, LeaseRefused> {
+        let (record, owner) = self.inner.publish(segment, epoch, env.now_ns.saturating_add(HOLD_NS), (env, false))?;
+        Ok(HoldGuard { lane: self.clone(), record, owner })
     }
 
     /// Frees the records of leases that expired or whose holder died, and of claims whose process

@@ -75,7 +75,7 @@ pub use entry::{Entry, EntryKind, Mark, tag_of};
 pub(crate) use guard::losses;
 pub use header::{BootId, Holder};
 pub use lane::{CondemnRefused, LaneSpec, SegmentState, SegmentView, SharedLane};
-pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};
+pub use lease::{HoldGuard, LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
 pub use policy::{

@@ -13,7 +13,7 @@ use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
 use crate::format::slot::SlotHeader;
-use crate::index::Entry;
+use crate::index::{Entry, HoldGuard};
 use crate::io::{AlignedBuf, Buf, Completion, Request};
 
 /// Bytes read at once where there are no holes.
@@ -173,6 +173,16 @@ impl Lane {
     /// Those of writing.
     pub(in crate::log) fn blank(&self, segment: u32, slot: &SlotRange) -> Result<()> {
         self.write(&self.data, self.header_offset(segment, slot), AlignedBuf::zeroed(PAGE_BYTES)?)
+    }
+
+    /// As [`blank`](Self::blank), in a lane that another process writes: `hold` keeps the segment
+    /// until the write has ended, which may be long after it timed out.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub(in crate::log) fn blank_foreign(&self, segment: u32, slot: &SlotRange, hold: HoldGuard) -> Result<()> {
+        let buf = Buf::from(AlignedBuf::zeroed(PAGE_BYTES)?).with(Arc::new(hold) as _);
+        self.wait(Request::write(Arc::clone(&self.data), self.header_offset(segment, slot), buf, drop))
     }
 
     /// As [`blank`](Self::blank), without waiting; `wrap` may add to the buffer what must live as

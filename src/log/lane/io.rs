@@ -121,7 +121,7 @@ impl Lane {
     }
 
     /// Submits and waits; where the queue is full, again until the time-out.
-    fn wait(&self, request: Request) -> Result<()> {
+    pub(super) fn wait(&self, request: Request) -> Result<()> {
         let timeout = self.ctx.options.io_timeout;
         let start = Instant::now();
         let mut request = request.timeout(timeout);

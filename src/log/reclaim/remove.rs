@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::{evict, segment};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{Entry, EntryKind, LeaseGuard, LeaseRefused, Mark};
+use crate::index::{Entry, EntryKind, HoldGuard, LeaseRefused, Mark};
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::log::drive::{Volume, What, floors};
@@ -221,7 +221,7 @@ impl KeyRemoval<'_> {
     /// Makes a slot unreadable in a lane that another process writes; `false` where that process is
     /// just evicting it, or has moved it.
     fn remove_foreign(&self, lane: &Arc<Lane>, entry: &Entry) -> Result<bool> {
-        let Some(_lease) = self.hold(lane, entry)? else { return Ok(false) };
+        let Some(hold) = self.hold(lane, entry)? else { return Ok(false) };
         let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
         let is_still = |mark: Option<Mark>| {
             let now = lane.table().get_marked(&entry.key);
@@ -234,7 +234,7 @@ impl KeyRemoval<'_> {
         if !is_still(Some(Mark::Removed)) {
             return Ok(false);
         }
-        lane.blank(entry.segment, &SlotRange::of(entry, &lane.ctx.layout_of(entry)))?;
+        lane.blank_foreign(entry.segment, &SlotRange::of(entry, &lane.ctx.layout_of(entry)), hold)?;
         if let Some(shared) = lane.shared() {
             shared.note_removal();
         }
@@ -242,17 +242,13 @@ impl KeyRemoval<'_> {
     }
 
     /// Keeps the segment of an entry from reclaim; `None` where it is being reclaimed already.
-    fn hold(&self, lane: &Lane, entry: &Entry) -> Result<Option<LeaseGuard>> {
+    fn hold(&self, lane: &Lane, entry: &Entry) -> Result<Option<HoldGuard>> {
         let cannot = |why: &'static str| {
             Err(Error::new(ErrorKind::Permission, why).at(&lane.dir).advice("run this as the server's user"))
         };
         let Some(shared) = lane.shared() else { return cannot("the lane of another process can only be read") };
-        let lease = lane.ctx.with_lease_env(|env| {
-            let patience = u64::try_from(lane.ctx.options.io_timeout.as_nanos()).unwrap_or(u64::MAX);
-            shared.hold(entry.segment, entry.epoch, env.now_ns.saturating_add(patience), env)
-        });
-        match lease {
-            Ok(lease) => Ok(Some(lease)),
+        match lane.ctx.with_lease_env(|env| shared.hold(entry.segment, entry.epoch, env)) {
+            Ok(hold) => Ok(Some(hold)),
             Err(LeaseRefused::ReadOnly) => cannot("the lane of another process can only be read"),
             Err(_) => Ok(None),
         }

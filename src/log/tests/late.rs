@@ -65,13 +65,13 @@ impl Hanging {
         }
     }
 
-    /// Checks that reclaim passes over the first segment, in which a write hangs, until that write
-    /// has really ended.
-    fn stays_until_the_write_ends(&self) {
-        self.hanging.store(false, Ordering::SeqCst);
+    /// Checks that reclaim passes over the first segment, in which a write of `writer` hangs, until
+    /// that write has really ended.
+    fn waits_for(&self, writer: &Hanging) {
+        writer.hanging.store(false, Ordering::SeqCst);
         self.fill(1000);
         assert!(self.log.stats().reclaimed > 5 && has(&self.log, 0), "the oldest segment, which would go first");
-        self.queue.release();
+        writer.queue.release();
         self.fill(10_000);
         assert!(!has(&self.log, 0));
     }
@@ -86,7 +86,7 @@ fn the_segment_of_a_header_that_hangs_is_not_used_again_before_its_write_has_end
     let crcs = write_extents(&h.log, &put, 3, 0).unwrap();
     h.hanging.store(true, Ordering::SeqCst);
     assert_eq!(commit(put, &crcs).unwrap_err().kind(), ErrorKind::TimedOut);
-    h.stays_until_the_write_ends();
+    h.waits_for(&h);
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn the_segment_of_an_extent_that_hangs_is_not_used_again_before_its_write_has_en
     let request = Request::write(Arc::clone(put.file()), put.slot_offset() + 4096, buf, drop);
     let e = io::wait(&*h.log.drive(put.drive()).unwrap().write, request).result.unwrap_err();
     put.fail(&e);
-    h.stays_until_the_write_ends();
+    h.waits_for(&h);
 }
 
 #[test]
@@ -114,7 +114,18 @@ fn the_segment_of_zeros_that_hang_is_not_used_again_before_their_write_has_ended
     h.hanging.store(false, Ordering::SeqCst);
     // The zeros are written once more, and those that hang may still come.
     h.log.remove(&[key(3)]).unwrap();
-    h.stays_until_the_write_ends();
+    h.waits_for(&h);
+}
+
+#[test]
+fn the_segment_of_zeros_that_hang_in_another_process_is_not_used_again_before_they_are_written() {
+    let dir = temp();
+    let holder = open_hanging(dir.path());
+    (0..4).for_each(|n| assert!(store(&holder.log, n)));
+    let remover = open_hanging(dir.path());
+    remover.hanging.store(true, Ordering::SeqCst);
+    assert!(remover.log.remove(&[key(3)]).is_err());
+    holder.waits_for(&remover);
 }
 
 #[test]
