@@ -37,7 +37,7 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
     let mut processes: Vec<Option<Arc<Process>>> = vec![None; config.writers];
     for _ in 0..config.steps {
         let at = rng.below(config.writers as u64) as usize;
-        if rng.one_in(20) {
+        if rng.one_in(config.kill_one_in) {
             watcher.kill_after(1 + rng.below(12));
         }
         let mut has_closed = false;

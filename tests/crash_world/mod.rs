@@ -56,10 +56,42 @@ pub struct Config {
     pub holes: bool,
     /// Some keys are those of objects.
     pub objects: bool,
+    /// One in so many steps lets a process be killed.
+    pub kill_one_in: u64,
+    /// One in so many steps is a removal, beside those of every workload; 0 for none.
+    pub remove_one_in: u64,
 }
+
+/// Half of the seeds from here on fail more often, and remove more. Those below stay as they were:
+/// some are known to have found something.
+const HARSH_FROM: u64 = 90_000_000;
 
 impl Config {
     pub fn of(seed: u64) -> Self {
+        let usual = Self::usual(seed);
+        let mut rng = Rng::of(seed, 3);
+        if seed < HARSH_FROM || rng.one_in(2) {
+            return usual;
+        }
+        let share = 2 + rng.below(30);
+        Self {
+            faults: Faults {
+                eio: rng.below(share),
+                no_space: rng.below(share),
+                short: rng.below(share),
+                hang: rng.below(share),
+                rot: rng.below(8),
+            },
+            segments: 3 * usual.writers as u64,
+            space: if rng.one_in(3) { (300 << 10) + rng.below(1 << 20) } else { u64::MAX },
+            holes: !rng.one_in(2),
+            kill_one_in: 6 + rng.below(20),
+            remove_one_in: 3 + rng.below(8),
+            ..usual
+        }
+    }
+
+    fn usual(seed: u64) -> Self {
         let mut rng = Rng::of(seed, 1);
         let wide = rng.one_in(6);
         let writers = if rng.one_in(3) { 2 } else { 1 };
@@ -90,6 +122,8 @@ impl Config {
             tenant_bytes: (seed % 8 == 7).then(|| (2 + seed / 8 % 10) * (12 << 10)),
             holes: !rng.one_in(4),
             objects: rng.one_in(4),
+            kill_one_in: 20,
+            remove_one_in: 0,
         }
     }
 

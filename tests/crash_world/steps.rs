@@ -29,7 +29,8 @@ impl World {
     pub fn step(&self, process: &Arc<Process>, rng: &mut Rng) {
         // Some keys are used more than others.
         let k = rng.below(self.config.keys).min(rng.below(self.config.keys * 2));
-        let choice = rng.below(100);
+        let removes = self.config.remove_one_in;
+        let choice = if removes > 0 && rng.one_in(removes) { 63 } else { rng.below(100) };
         self.tell(|| format!("process {} key {k}: {choice}", process.number));
         match choice {
             0..=37 => self.store(process, k, rng),
