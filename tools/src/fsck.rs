@@ -229,8 +229,16 @@ fn dump(place: &CacheArgs) -> Result<Outcome> {
             }
         }
     }
-    let damaged = found.iter().flat_map(|(_, raw)| raw).any(|l| !l.damage.is_empty());
-    Ok(if damaged || !unreadable.is_empty() { Outcome::Problem } else { Outcome::Done })
+    let damaged: usize = found.iter().flat_map(|(_, raw)| raw).map(|l| l.damage.len()).sum();
+    if damaged > 0 {
+        eprintln!("forebay: {damaged} places of the index are damaged, and what they held is not in this list");
+    }
+    unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+    if damaged > 0 || !unreadable.is_empty() {
+        eprintln!("what helps: forebay fsck check {}", quoted(&place.directory));
+        return Ok(Outcome::Problem);
+    }
+    Ok(Outcome::Done)
 }
 
 fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {

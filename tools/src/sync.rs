@@ -110,6 +110,9 @@ struct ShardReport {
     gone: u64,
     /// Chunks that could not be moved, by cause.
     failed: BTreeMap<String, u64>,
+    /// What ended the work on this shard.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
 }
 
 /// Runs the command.
@@ -126,24 +129,25 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     })?;
     stop::listen()?;
     let sync = Sync { settings, options, context };
-    let mut reports = Vec::new();
+    let mut reports = Reports::default();
     let is_whole;
     if up {
         let (jobs, all) = sync.local_shards(args)?;
         is_whole = all;
-        for job in jobs.iter().take_while(|_| !stop::asked()) {
-            reports.push(sync.up(job)?);
+        for job in &jobs {
+            reports.add(job, |report| sync.up(job, report));
         }
     } else {
         let (jobs, all) = sync.remote_shards(args)?;
         is_whole = all;
         let missing = sync.missing(&jobs);
         let mut rest: u64 = missing.iter().sum();
-        for (job, bytes) in jobs.iter().zip(missing).take_while(|_| !stop::asked()) {
-            reports.push(sync.down(job, bytes as f64 / rest.max(1) as f64)?);
+        for (job, bytes) in jobs.iter().zip(missing) {
+            reports.add(job, |report| sync.down(job, bytes as f64 / rest.max(1) as f64, report));
             rest -= bytes;
         }
     }
+    let Reports { all: reports, error } = reports;
     if reports.is_empty() && args.namespace.is_some() && is_whole && !stop::asked() {
         return Err(Error::new(ErrorKind::NotFound, "there is no such namespace")
             .advice("see `forebay ls DIR --namespaces`, and `forebay stat DIR --remote URL`"));
@@ -156,6 +160,9 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
         )?;
     } else {
         out::print(&text(&reports, up, elapsed_s))?;
+    }
+    if let Some(error) = error {
+        return Err(error);
     }
     Ok(match stop::signal() {
         Some(signal) => Outcome::Interrupted(signal),
@@ -202,6 +209,30 @@ impl<T> Job<T> {
         let (namespace, shard) = (self.namespace.clone(), self.shard.clone());
         let (model, chunks) = (self.geometry.model.clone(), self.chunks);
         ShardReport { namespace, shard, model, chunks, ..ShardReport::default() }
+    }
+}
+
+/// What became of the shards so far.
+#[derive(Default)]
+struct Reports {
+    all: Vec<ShardReport>,
+    /// The first error.
+    error: Option<Error>,
+}
+
+impl Reports {
+    /// Works on a shard, unless somebody has asked to stop or the store has failed for too long. An
+    /// error keeps no other shard back.
+    fn add<T>(&mut self, job: &Job<T>, work: impl FnOnce(&mut ShardReport) -> Result<()>) {
+        if stop::asked() || self.error.as_ref().is_some_and(|e| e.kind() == ErrorKind::TimedOut) {
+            return;
+        }
+        let mut report = job.report();
+        if let Err(error) = work(&mut report) {
+            report.error = Some(error.to_string());
+            self.error.get_or_insert(error);
+        }
+        self.all.push(report);
     }
 }
 
@@ -309,7 +340,7 @@ impl Sync<'_> {
         jobs.iter().map(missing).collect()
     }
 
-    fn up(&self, job: &Job<LocalChunk>) -> Result<ShardReport> {
+    fn up(&self, job: &Job<LocalChunk>, report: &mut ShardReport) -> Result<()> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "upload", job);
@@ -317,7 +348,8 @@ impl Sync<'_> {
         // Which of those on their way the store has already is not known yet: until then each
         // counts, as the longest of all.
         let (longest, mut submitted) = (job.items.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0), 0);
-        while !stop::asked() {
+        let mut outcome = Ok(());
+        while outcome.is_ok() && !stop::asked() {
             let stats = remote.stats();
             let reached = stats.uploaded + stats.present + stats.not_uploaded.iter().map(|(_, n)| *n).sum::<u64>();
             let fits = |submitted: u64, bytes: u64| {
@@ -337,35 +369,33 @@ impl Sync<'_> {
                 break;
             }
             let stats = remote.stats();
-            watch.see(&stats, stats.uploaded + stats.present)?;
+            outcome = watch.see(&stats, stats.uploaded + stats.present);
         }
         remote.close();
         let stats = remote.stats();
         watch.bar.finish_and_clear();
-        let mut report = job.report();
         (report.moved, report.moved_bytes, report.present) = (stats.uploaded, stats.uploaded_bytes, stats.present);
         report.gone = stats.shed("gone");
         report.fail(&stats.not_uploaded);
         let reached = report.moved + report.present + report.gone + report.failed_chunks();
         report.left = report.chunks.saturating_sub(reached);
-        log.close(Instant::now() + CLOSE)?;
-        Ok(report)
+        outcome.and(log.close(Instant::now() + CLOSE))
     }
 
     /// Brings a shard, which gets `share` of the room: a prompt is of use as far as all ranks of a
     /// model have it.
-    fn down(&self, job: &Job<RemoteObject>, share: f64) -> Result<ShardReport> {
+    fn down(&self, job: &Job<RemoteObject>, share: f64, report: &mut ShardReport) -> Result<()> {
         let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
         let remote = Remote::open(&self.options, &job.geometry)?;
         let mut watch = Watch::new(self.context, "bring", job);
         let there = || job.items.iter().filter(|object| log.contains(&object.key)).count() as u64;
-        let mut report = job.report();
         report.present = there();
         let most = job.limit.min((self.room(job, &log)? as f64 * share) as u64);
         let fetch = remote.restore(Arc::clone(&log), (job.items.clone(), most), Instant::now() + LONGEST);
-        while !stop::asked() && !fetch.wait(Instant::now() + TICK) {
+        let mut outcome = Ok(());
+        while outcome.is_ok() && !stop::asked() && !fetch.wait(Instant::now() + TICK) {
             let stats = remote.stats();
-            watch.see(&stats, report.present + stats.fetched)?;
+            outcome = watch.see(&stats, report.present + stats.fetched);
         }
         fetch.cancel();
         remote.close();
@@ -374,9 +404,7 @@ impl Sync<'_> {
         (report.moved, report.moved_bytes) = (stats.fetched, stats.fetched_bytes);
         report.fail(&stats.not_fetched);
         report.left = report.chunks.saturating_sub(there() + report.failed_chunks());
-        log.flush()?;
-        log.close(Instant::now() + CLOSE)?;
-        Ok(report)
+        outcome.and(log.flush()).and(log.close(Instant::now() + CLOSE))
     }
 
     /// Bytes that chunks may still fill without driving out others. Prompts are spread evenly over
@@ -455,6 +483,9 @@ fn text(reports: &[ShardReport], up: bool, elapsed_s: f64) -> String {
     let (verb, from, to) =
         if up { ("uploaded", "on the drives", "in the store") } else { ("brought", "in the store", "on the drives") };
     for r in reports {
+        if let Some(error) = &r.error {
+            let _ = writeln!(text, "{}/{} ({}) failed: {error}", r.namespace, r.shard, r.model);
+        }
         let (bytes, rate) = (r.moved_bytes as f64, r.moved_bytes as f64 / elapsed_s.max(1e-9));
         let _ = writeln!(
             text,

@@ -404,6 +404,8 @@ fn a_damaged_index_is_left_for_rebuild_and_said_so() {
         let told = forebay(dir.path(), &arguments).expect(3).stdout;
         assert!(told.contains("forebay fsck rebuild ."), "{told}");
     }
+    let dump = forebay(dir.path(), &["fsck", "dump", "."]).expect(3);
+    assert!(dump.stdout.is_empty() && dump.stderr.contains("forebay fsck check ."), "{}", dump.stderr);
     forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
     forebay(dir.path(), &["fsck", "repair", "."]).expect(0);
     assert_eq!(stored(&open(dir.path())).len(), 20);

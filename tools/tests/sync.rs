@@ -156,6 +156,21 @@ fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
     assert_eq!((shards.as_array().unwrap().len(), &shards[0]["moved"]), (1, &kept["chunks"]), "{shards}");
 }
 
+#[test]
+fn a_shard_that_fails_does_not_keep_the_others_back_and_is_told() {
+    let w = World::new();
+    w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    w.run(&format!("sync up a --remote {REMOTE}")).expect(0);
+    let namespaces = w.run("ls a --namespaces --json").expect(0).json();
+    let place = ["namespace", "shard"].map(|f| namespaces[0][f].as_str().unwrap().to_owned());
+    std::fs::create_dir(w.dir.path().join("b").join(&place[0])).unwrap();
+    std::fs::write(w.dir.path().join("b").join(place.join("/")), "in the way").unwrap();
+    let down = w.run(&format!("sync down b --remote {REMOTE} --json")).expect(2);
+    let shards = down.json()["shards"].clone();
+    assert!(shards[0]["error"].is_string() && shards[1]["error"].is_null(), "{shards}");
+    assert!(shards[1]["moved"] == shards[1]["chunks"] && down.stderr.starts_with("forebay: "), "{shards}");
+}
+
 /// Two models of 12 MB in the store, in the order of their namespaces.
 fn two_models(w: &World) -> [String; 2] {
     for block in [8, 16] {

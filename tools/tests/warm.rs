@@ -126,6 +126,17 @@ fn an_import_is_verified_resumable_and_found_again() {
 }
 
 #[test]
+fn an_import_into_too_small_a_cache_says_so() {
+    let dir = folder();
+    tiny(&dir.path().join("a.safetensors"), 24 << 10);
+    std::fs::create_dir(dir.path().join("cache")).unwrap();
+    let import = ["warm", "import", "a.safetensors", "--directory", "cache", "--model", "tiny"];
+    let small = [("FOREBAY_CAPACITY", "16MiB"), ("FOREBAY_CODEC", "none"), ("FOREBAY_MIN_FREE", "0")];
+    let text = forebay_with(dir.path(), &import, &small).expect(3).stdout;
+    assert!(text.contains("of them were evicted again") && text.contains("`capacity`"), "{text}");
+}
+
+#[test]
 fn an_import_codes_where_it_is_told_to() {
     let dir = folder();
     tiny(&dir.path().join("a.safetensors"), 512);

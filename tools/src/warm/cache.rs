@@ -14,7 +14,7 @@ use forebay::config::{Admission, OnOpenFailure, Settings};
 use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
 use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, Store, StoreRequest};
 use forebay::geometry::{DType, Geometry};
-use forebay::key::Extra;
+use forebay::key::{ChunkKey, Extra};
 use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -62,6 +62,8 @@ struct State {
     free: Vec<KvMemory>,
     under_way: VecDeque<UnderWay>,
     done: Imported,
+    /// Keys of the chunks stored.
+    stored: Vec<ChunkKey>,
 }
 
 /// Paged KV for one piece.
@@ -115,6 +117,9 @@ impl CacheSink {
         let result = store.wait();
         state.done.stored_chunks += result.stored as u64;
         state.done.stored_bytes += result.bytes;
+        if result.sheds.is_empty() {
+            state.stored.extend(keys(&prompt, &piece.tokens));
+        }
         state.done.shed_chunks += result.sheds.iter().map(|(_, n)| *n as u64).sum::<u64>();
         if self.verify && result.sheds.is_empty() {
             place.fill(|_, bytes| vec![0xa5; bytes])?;
@@ -137,6 +142,14 @@ impl CacheSink {
 fn slots(tokens: &Range<usize>) -> Vec<i64> {
     let skipped = std::iter::repeat_n(-1, tokens.start);
     skipped.chain((0..tokens.len()).map(|slot| slot as i64)).collect()
+}
+
+/// The keys of the chunks of `tokens`, with which the prompt ends.
+fn keys(prompt: &Prompt, tokens: &Range<usize>) -> Vec<ChunkKey> {
+    let full = prompt.keys();
+    let step = prompt.chunk_tokens();
+    let tail = prompt.partial_key(full.len(), tokens.end - full.len() * step);
+    full.iter().skip(tokens.start / step).copied().chain(tail).collect()
 }
 
 /// What besides the tokens decides the keys.
@@ -249,6 +262,9 @@ impl Sink for CacheSink {
                 self.retire(engine, &mut state)?;
             }
             engine.flush()?;
+            if let Some(log) = engine.log() {
+                state.done.evicted_chunks = state.stored.iter().filter(|key| !log.contains(key)).count() as u64;
+            }
             engine.close(Instant::now() + PATIENCE)?;
         }
         Ok(state.done)

@@ -204,8 +204,8 @@ fn import(args: &ImportArgs, context: &Context) -> Result<Outcome> {
         out::print(&text(&summary))?;
     }
     let problem = {
-        let Imported { wrong_bytes, shed_chunks, lost_chunks, .. } = summary.imported;
-        summary.failed > 0 || wrong_bytes + shed_chunks + lost_chunks > 0
+        let Imported { wrong_bytes, shed_chunks, lost_chunks, evicted_chunks, .. } = summary.imported;
+        summary.failed > 0 || wrong_bytes + shed_chunks + lost_chunks + evicted_chunks > 0
     };
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
 }
@@ -338,6 +338,12 @@ fn text(summary: &Summary) -> String {
             done.stored_chunks,
             show_bytes(done.stored_bytes as f64),
             done.shed_chunks
+        ));
+    }
+    if done.evicted_chunks > 0 {
+        text.push_str(&format!(
+            "{} of them were evicted again: the dumps do not fit; raise `capacity`, or import fewer\n",
+            done.evicted_chunks
         ));
     }
     if done.verified_bytes + done.lost_chunks > 0 {
