@@ -208,7 +208,7 @@ impl<T> Job<T> {
     fn report(&self) -> ShardReport {
         let (namespace, shard) = (self.namespace.clone(), self.shard.clone());
         let (model, chunks) = (self.geometry.model.clone(), self.chunks);
-        ShardReport { namespace, shard, model, chunks, ..ShardReport::default() }
+        ShardReport { namespace, shard, model, chunks, left: chunks, ..ShardReport::default() }
     }
 }
 
