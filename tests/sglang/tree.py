@@ -72,6 +72,7 @@ def served(cache: Path, kind: str = "mha", **more: Any) -> Iterator[Tree]:
     extra = world.extra(cache, prefetch_threshold=1, **more)
     args = ServerArgs(
         model_path="dummy",
+        load_format="dummy",
         page_size=PAGE,
         enable_hierarchical_cache=True,
         hicache_io_backend="kernel",

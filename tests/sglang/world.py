@@ -32,7 +32,7 @@ PAGE, TOKENS, LAYERS, HEADS, DIM = 16, 256, 3, 2, 32
 
 def server_args(storage: str | None = "dynamic") -> ServerArgs:
     """SGLang's arguments, as the scheduler has them when it makes a backend; `storage` is another where it is attached later."""
-    args = ServerArgs(model_path="dummy", page_size=PAGE, hicache_storage_backend=storage)
+    args = ServerArgs(model_path="dummy", load_format="dummy", page_size=PAGE, hicache_storage_backend=storage)
     set_global_server_args_for_scheduler(args)
     return args
 

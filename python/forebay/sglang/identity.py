@@ -39,12 +39,6 @@ LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_e
 
 def of(server_args: Any, version: str, fingerprint: str) -> str:
     """A short digest of every part. `fingerprint` is what the user adds, such as a digest of the weights."""
-    lent = getattr(server_args, "load_format", None) == "remote_instance" or getattr(server_args, "weight_cache_mode", None) == "client"
-    if lent and not fingerprint:
-        raise forebay.Unsupported(
-            "SGLang takes its weights from another server, and does not tell which these are; give `fingerprint` in the extra config, a "
-            "name for them, or start SGLang with weights from files"
-        )
     # Where SGLang loads from: its record keeps what the user said, as of a model of ModelScope.
     path = str(resolved(server_args, "model_path"))
     given = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
@@ -55,6 +49,14 @@ def of(server_args: Any, version: str, fingerprint: str) -> str:
     if weights is None and (snapshot := snapshot_folder(path, revision, fetched_to)) is not None:
         weights = weights_digest(str(snapshot))
     fetched = folder if folder is not None and folder.parent.name == "snapshots" else None
+    is_lent = given["load_format"] == "remote_instance" or getattr(server_args, "weight_cache_mode", None) == "client"
+    is_known = weights is not None or fetched is not None or given["load_format"] == "dummy"
+    if (is_lent or not is_known) and not fingerprint:
+        raise forebay.Unsupported(
+            "SGLang does not tell which weights it has (from another server, an object store, or a hub's folder that is not here): after "
+            "a change of them, KV of the old ones would be loaded; give `fingerprint` in the extra config, a name for these weights, or "
+            "start SGLang with weights from a local directory"
+        )
     parts = {
         "sglang": version,
         "commit": None if fetched is None else fetched.name,
