@@ -203,7 +203,7 @@ fn other_types_than_bfloat16_are_stored_as_they_are() {
 }
 
 #[test]
-fn a_turned_bit_anywhere_in_a_coded_slot_is_a_miss_and_leaves_zeros() {
+fn a_flipped_bit_anywhere_in_a_coded_slot_is_a_miss_and_leaves_zeros() {
     let w = world(&Shape::that_gain()[0]);
     let (n, a) = (CHUNK, w.kv().like_kv(3));
     let engine = w.open();

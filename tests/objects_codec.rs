@@ -1,5 +1,5 @@
 //! Objects of bfloat16 numbers, which are coded: they come back as they were put, take less space,
-//! and a turned bit in any of them is a miss.
+//! and a flipped bit in any of them is a miss.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod objects_world;
@@ -200,7 +200,7 @@ fn what_reclaim_moves_is_still_whole() {
 }
 
 #[test]
-fn a_turned_bit_anywhere_in_a_coded_slot_is_a_miss() {
+fn a_flipped_bit_anywhere_in_a_coded_slot_is_a_miss() {
     const OBJECTS: usize = 120;
     let dir = dir();
     let store = open_with(dir.path(), Codec::Exp4);

@@ -89,7 +89,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     let images = get(&judge.images);
     println!(
-        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck, {} keys rebuilt without an index, {} more that were not served; keys: {} demanded, {} served, {} missed, {} refused, {} promised in vain; \
+        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a flipped bit, {} read by fsck, {} keys rebuilt without an index, {} more that were not served; keys: {} demanded, {} served, {} missed, {} refused, {} promised in vain; \
          workloads: {} process kills, {} steps amid others' calls, {} segments sealed, {} reclaimed, {} chunks moved, {} given up as holes ({} for a quota), {} lanes adopted",
         images as f64 / since.elapsed().as_secs_f64(),
         get(&judge.deepest),

@@ -99,7 +99,7 @@ class Run:
         system.close()
         return {"stored": len(numbers), "found": found, **seen}
 
-    def turned_bit(self) -> dict[str, Any]:
+    def flipped_bit(self) -> dict[str, Any]:
         numbers = self.filled()
         turned = numbers[::4]
         for number in turned:
@@ -219,7 +219,7 @@ def free(folder: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-FAULTS = ("restart", "turned_bit", "cut_file", "kills", "full_drive", "capacity")
+FAULTS = ("restart", "flipped_bit", "cut_file", "kills", "full_drive", "capacity")
 
 
 def main() -> None:

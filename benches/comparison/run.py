@@ -65,8 +65,8 @@ SEEN = ("right", "wrong", "missing")
 #: Of each fault: what was done, what the columns are called, and what is in them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[[dict[str, Any]], list[Any]]]] = {
     "restart": ("**A restart.** 64 values, closed and opened again.", SEEN, lambda r: counts(r)),
-    "turned_bit": (
-        "**A turned bit** in each of 16 values of 64. *Offered again*: what a lookup still finds of the 16 after they were read.",
+    "flipped_bit": (
+        "**A flipped bit** in each of 16 values of 64. *Offered again*: what a lookup still finds of the 16 after they were read.",
         (*SEEN, "offered again", "of the other 48"),
         lambda r: [*counts(r["damaged"]), r["offered_again"], f"{r['others']['right']} right"],
     ),

@@ -115,7 +115,7 @@ impl Content {
         bytes
     }
 
-    /// Turns a bit, of a byte that is not zero where it finds one. Returns whether there was a
+    /// Flips a bit, of a byte that is not zero where it finds one. Returns whether there was a
     /// page.
     pub fn flip(&mut self, rng: &mut Rng) -> bool {
         let full: Vec<usize> = (0..self.pages.len()).filter(|n| self.pages[*n].is_some()).collect();
@@ -222,7 +222,7 @@ impl Files {
         Some(&self.inodes[*self.names.get(path)?].now)
     }
 
-    /// Turns a bit of some file.
+    /// Flips a bit of some file.
     pub fn flip(&mut self, rng: &mut Rng) -> bool {
         // Most of the time in an index: every load checks the data anyway.
         let of_index = !rng.one_in(4);

@@ -94,7 +94,7 @@ pub struct Model {
     under_way: BTreeMap<u64, Reach>,
     /// Keys that an image must serve, as of the last crash; while no log is open.
     pub must: Vec<u64>,
-    /// Bits were turned: what is there may be lost.
+    /// Bits were flipped: what is there may be lost.
     pub rotten: bool,
 }
 

@@ -164,7 +164,7 @@ impl SimQueue {
         }
     }
 
-    /// Turns a bit of what was read.
+    /// Flips a bit of what was read.
     fn rot(&self, request: &mut Request) {
         let (faults, rng) = &mut *self.faults.lock();
         if request.op != Op::Read || faults.rot == 0 || rng.below(1000) >= faults.rot {

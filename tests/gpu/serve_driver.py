@@ -1,4 +1,4 @@
-"""What serve_vllm.py and serve_sglang.py share: engines in processes of their own, turned bits, a table."""
+"""What serve_vllm.py and serve_sglang.py share: engines in processes of their own, flipped bits, a table."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run_child(
     return seen | {"code": code, "took_s": time.monotonic() - began}
 
 
-def turn_bits(cache_dir: Path) -> int:
-    """Turns a bit in each page of a cache's data that is not empty; how many."""
+def flip_bits(cache_dir: Path) -> int:
+    """Flips a bit in each page of a cache's data that is not empty; how many."""
     source, turned = random.Random(7), 0
     for file in cache_dir.rglob("data.kv"):
         with file.open("r+b") as opened:

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 ON_CPU = HERE.parent / "sglang" / "on_cpu"
 sys.path.insert(0, str(HERE))
 import serve_vllm as models  # noqa: E402  (after its folder is on the path)
-from serve_driver import Table, run_child, turn_bits  # noqa: E402
+from serve_driver import Table, flip_bits, run_child  # noqa: E402
 
 PAGE = 64
 #: Tokens behind the last whole page.
@@ -289,7 +289,7 @@ class Bench(Table):
 
     def damage(self, want: dict[str, Any], computed: dict[str, Any]) -> None:
         """A flipped bit in each block: what is found damaged is computed, stored again and loaded."""
-        flipped = turn_bits(self.work / "caches" / "damaged")
+        flipped = flip_bits(self.work / "caches" / "damaged")
         steps = [{"name": "damaged", "prompts": self.prompts, "settle": self.pages}, {"name": "repaired", "prompts": self.prompts, "flush": True}]
         seen = self.run("damage", steps, self.asked.limit, cache=self.cache("damaged"))
         one = self.step(seen, "damaged")

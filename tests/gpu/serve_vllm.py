@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from serve_driver import Table, run_child, turn_bits
+from serve_driver import Table, flip_bits, run_child
 
 CHUNK = 256
 #: Tokens behind the last whole chunk: less than a block of vLLM.
@@ -316,7 +316,7 @@ class Bench(Table):
 
     def damage(self, want: list[list[int]], computed: list[list[int]]) -> None:
         """A flipped bit in each page: what is found damaged is computed, stored again and loaded."""
-        flipped = turn_bits(self.work / "caches" / "damaged")
+        flipped = flip_bits(self.work / "caches" / "damaged")
         steps = [*self.one_by_one("damaged"), *self.one_by_one("again", reset=True), *self.one_by_one("repaired", reset=True)]
         seen = self.run("damage", steps, self.asked.limit, cache=self.cache("damaged"))
         one = self.step(seen, "damaged")

@@ -55,7 +55,7 @@ def test_a_buffer_of_another_length_and_a_missing_key_are_misses(cache: Path, do
 
 
 @pytest.mark.ci
-def test_turned_bits_are_misses(cache: Path, door: str) -> None:
+def test_flipped_bits_are_misses(cache: Path, door: str) -> None:
     count, length = 40, 100_000
     with adapter(spec(cache, door)) as over:
         assert store(over, {number: memory(length, number) for number in range(count)})

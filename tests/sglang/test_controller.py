@@ -78,7 +78,7 @@ def test_a_cancelled_request_reads_nothing(cache: Path) -> None:
     assert [content(target, page) for page in range(16)] == before
 
 
-def turn_bits(cache: Path, number: int, seed: int) -> None:
+def flip_bits(cache: Path, number: int, seed: int) -> None:
     """Turns bits of what was written, anywhere in the files that hold it."""
     source = random.Random(seed)
     files = [path for path in cache.rglob("data.kv") if path.stat().st_size]
@@ -98,7 +98,7 @@ def test_damaged_pages_are_computed_and_never_read_wrong(cache: Path, seed: int)
     fill(kv, 1)
     with controller(cache, kv) as control:
         back_up(control, PROMPT, pages(kv, 0, 6))
-    turn_bits(cache, 2, seed)
+    flip_bits(cache, 2, seed)
     with controller(cache, target) as control:
         found, read, _ = fetch(control, PROMPT, pages(target, 0, 6))
         assert read < len(PROMPT) and same(kv, 0, target, 0, read // world.PAGE)

@@ -19,7 +19,7 @@ import torch
 from forebay.sglang import linker, weights
 from linked import PAGE, Server, prompt, served
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from test_controller import turn_bits
+from test_controller import flip_bits
 from world import weight_updater
 
 MORE = list(range(70_000, 70_100))
@@ -118,7 +118,7 @@ def test_damage_ends_the_request_with_an_error_and_is_not_offered_again(cache: P
     with served(cache) as server:
         stored = server.compute(prompt(6), seed=1)
         server.settle()
-    turn_bits(cache, 3, seed)
+    flip_bits(cache, 3, seed)
     with served(cache) as server:
         for _ in range(8):
             req = server.request([*prompt(6), *MORE])

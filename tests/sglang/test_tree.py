@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from linked import prompt
-from test_controller import turn_bits
+from test_controller import flip_bits
 from tree import served
 
 
@@ -46,7 +46,7 @@ def test_random_failures_and_delays_never_give_a_wrong_byte(cache: Path, kind: s
 def test_damage_is_computed_and_never_read_wrong(cache: Path, kind: str, seed: int) -> None:
     with served(cache, kind) as tree:
         stored = tree.compute(prompt(6), seed=1)
-    turn_bits(cache, 2, seed)
+    flip_bits(cache, 2, seed)
     with served(cache, kind) as tree:
         came = tree.fetch(prompt(6))
         assert len(came[0]) < len(stored[0]) and is_prefix(stored, came)
