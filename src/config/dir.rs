@@ -315,7 +315,9 @@ impl Dir {
     /// # Errors
     /// The kind of the I/O error.
     pub fn sync(&self) -> Result<()> {
-        self.handle.sync_all().map_err(|e| Error::io("cannot flush a directory of the cache", e).at(&self.path))
+        // The second call for the reason that `DirectFile::check_flushed` has.
+        let synced = self.handle.sync_all().and_then(|()| self.handle.metadata());
+        synced.map(drop).map_err(|e| Error::io("cannot flush a directory of the cache", e).at(&self.path))
     }
 
     /// A path that starts, as `openat` would, from the directory that is held open, so that it

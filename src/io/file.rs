@@ -358,7 +358,22 @@ impl DirectFile {
         if let Some(f) = &self.mounted {
             return f.sync_data();
         }
-        self.file.sync_data().map_err(|e| Error::io("cannot flush", e).at(&self.path))
+        self.file.sync_data().map_err(|e| Error::io("cannot flush", e).at(&self.path))?;
+        self.check_flushed()
+    }
+
+    /// To be asked after a flush that succeeded, before anything relies on it. Where XFS shuts down
+    /// while a flush waits for its log, the flush may succeed although the log is lost; what is
+    /// asked afterwards fails.
+    ///
+    /// # Errors
+    /// `Io`: as of [`sync_data`](Self::sync_data).
+    pub(super) fn check_flushed(&self) -> Result<()> {
+        if self.mounted.is_some() {
+            return Ok(());
+        }
+        let lost = |e| Error::io("the file system shut down during a flush", e).at(&self.path);
+        self.file.metadata().map(drop).map_err(lost)
     }
 
     /// Takes the file out of the page cache, but for what was not flushed yet.

@@ -490,7 +490,7 @@ impl Jobs {
 fn failure(job: &IoJob, span: IoSpan, moved: Moved) -> Option<Error> {
     let at = job.offset + span.start as u64;
     let e = match moved {
-        Ok(_) if job.op == Op::Flush => return None,
+        Ok(_) if job.op == Op::Flush => return job.file.check_flushed().err(),
         Ok(n) if n == span.len => return None,
         Ok(n) => {
             let message = format!("a {} moved {n} of {} bytes", job.op.as_str(), span.len);

@@ -128,7 +128,8 @@ pub(in crate::log) fn make_dir(parent: &Path, name: &str) -> Result<PathBuf> {
 
 /// Makes the names in a directory durable.
 pub(in crate::log) fn sync_dir(dir: &Path) -> Result<()> {
-    let synced = File::open(dir).and_then(|d| d.sync_all());
+    // The second call for the reason that `DirectFile::check_flushed` has.
+    let synced = File::open(dir).and_then(|d| d.sync_all().and_then(|()| d.metadata()).map(drop));
     synced.map_err(|e| Error::io("cannot flush a directory of the cache", e).at(dir))
 }
 
