@@ -169,7 +169,7 @@ fn a_shard_that_fails_does_not_keep_the_others_back_and_is_told() {
     let shards = down.json()["shards"].clone();
     let says = shards[0]["error"].as_str().unwrap();
     assert!(says.ends_with("remove it") && down.stderr.contains(says), "{}", down.stderr);
-    let [failed, other] = [0, 1].map(|n| ["left", "moved"].map(|field| &shards[n][field] == &shards[n]["chunks"]));
+    let [failed, other] = [0, 1].map(|n| ["left", "moved"].map(|field| shards[n][field] == shards[n]["chunks"]));
     assert!(failed == [true, false] && other == [false, true] && shards[1]["error"].is_null(), "{shards}");
 }
 
