@@ -76,6 +76,8 @@ def test_what_an_aborted_request_computed_is_stored_and_what_a_preempted_one_com
     crowded.check_empty()
     assert saves(crowded)[0] == 2, "each once"
     for name, prompt in (("a", first), ("b", second)):
+        # The blocks are free as soon as they have been gathered.
+        crowded.until_stored(prompt, 192)
         before = crowded.loaded_tokens
         crowded.reset()
         crowded.ask(f"{name}-again", prompt, 2)
