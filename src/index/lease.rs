@@ -13,8 +13,9 @@
 //! comes second sees the other: either the taker withdraws, or the writer refrains.
 //!
 //! A process needs one record per segment however many chunks it leases: it counts its guards
-//! itself. A lease that must last longer takes a new record, for one and a half times the time
-//! asked for, so that a stream of leases does not take a new record at every call.
+//! itself; a removal takes a record of its own. A lease that must last longer takes a new record,
+//! for one and a half times the time asked for, so that a stream of leases does not take a new
+//! record at every call.
 
 use std::sync::atomic::Ordering;
 
@@ -22,6 +23,7 @@ use super::header::Holder;
 use super::lane::{MappedLane, SharedLane, W_RECORDS_HIGH};
 use super::sync::AtomicU64;
 
+/// How long a [`HoldGuard`] protects at most.
 const HOLD_NS: u64 = 3_600 * 1_000_000_000;
 const CLAIMING: u64 = 1 << 63;
 const PID_MASK: u64 = 0xffff_ffff;
@@ -111,8 +113,7 @@ impl Drop for LeaseGuard {
     }
 }
 
-/// A lease that lasts as long as this: what a removal
-/// takes until its write has ended.
+/// A lease that ends when this is dropped: a removal takes one until its write has ended.
 #[derive(Debug)]
 pub struct HoldGuard {
     lane: SharedLane,

@@ -12,6 +12,9 @@ use super::model::Going;
 use super::rng::Rng;
 use super::world::{Process, World};
 
+/// The first choice of a step that removes.
+const REMOVE: u64 = 63;
+
 /// Whether every step is printed (`FOREBAY_CRASH_TRACE`), for somebody who replays a seed.
 pub fn telling() -> bool {
     static TELLING: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
@@ -30,7 +33,7 @@ impl World {
         // Some keys are used more than others.
         let k = rng.below(self.config.keys).min(rng.below(self.config.keys * 2));
         let removes = self.config.remove_one_in;
-        let choice = if removes > 0 && rng.one_in(removes) { 63 } else { rng.below(100) };
+        let choice = if removes > 0 && rng.one_in(removes) { REMOVE } else { rng.below(100) };
         self.tell(|| format!("process {} key {k}: {choice}", process.number));
         match choice {
             0..=37 => self.store(process, k, rng),
@@ -43,7 +46,7 @@ impl World {
             }
             56..=59 => self.hold(process, k),
             60..=62 => self.check_held(process, rng),
-            63..=68 => self.remove(process, k, rng),
+            REMOVE..=68 => self.remove(process, k, rng),
             69 => self.floor(process, k, rng),
             70..=76 => self.flush(process),
             77..=84 => self.turn(process, Turn::Commit),

@@ -83,7 +83,8 @@ It may be interrupted and run again: nothing is moved twice. Every byte is check
 to a drive. `remote_staging` bounds its memory. What a server has stored in the last moments, and objects, are not uploaded. \
 Before a machine has started a server since its boot, stop `sync up` before you remove anything: it would not notice.
 
-Exit status 3: some chunks could not be moved, or a part of the cache could not be read; the causes are those of forebay_remote_missed_chunks_total and \
+An error of one shard does not keep the others back; it decides the exit status. Exit status 3: some chunks could not \
+be moved, or a part of the cache could not be read; the causes are those of forebay_remote_missed_chunks_total and \
 forebay_remote_shed_chunks_total.
 
 Examples:

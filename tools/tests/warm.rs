@@ -133,7 +133,7 @@ fn an_import_into_too_small_a_cache_says_so() {
     let import = ["warm", "import", "a.safetensors", "--directory", "cache", "--model", "tiny"];
     let small = [("FOREBAY_CAPACITY", "16MiB"), ("FOREBAY_CODEC", "none"), ("FOREBAY_MIN_FREE", "0")];
     let text = forebay_with(dir.path(), &import, &small).expect(3).stdout;
-    assert!(text.contains("of them were evicted again") && text.contains("`capacity`"), "{text}");
+    assert!(text.contains("chunks were evicted again") && text.contains("`capacity`"), "{text}");
 }
 
 #[test]

@@ -103,7 +103,8 @@ own (docs/blend.md):
 
 const AFTER_HELP: &str = "\
 A dump holds token ids and the KV of every layer; docs/warm.md names the tensors. Importing is resumable: chunks that \
-the cache has are neither read nor stored again. Dumps that cannot be read are skipped and make the exit status 3.
+the cache has are neither read nor stored again. Dumps that cannot be read are skipped and make the exit status 3, as do \
+chunks that were evicted again for lack of room.
 
 Examples:
   forebay warm import dumps/ --dry-run
@@ -342,7 +343,7 @@ fn text(summary: &Summary) -> String {
     }
     if done.evicted_chunks > 0 {
         text.push_str(&format!(
-            "{} of them were evicted again: the dumps do not fit; raise `capacity`, or import fewer\n",
+            "{} chunks were evicted again: the dumps do not fit; raise `capacity`, or import fewer\n",
             done.evicted_chunks
         ));
     }

@@ -18,7 +18,7 @@ pub(crate) struct Imported {
     pub(crate) stored_bytes: u64,
     /// Chunks that the cache did not take.
     pub(crate) shed_chunks: u64,
-    /// Chunks stored that were evicted again before the end.
+    /// Chunks stored, or found there and verified, that were evicted before the end.
     pub(crate) evicted_chunks: u64,
     /// Bytes loaded back and compared.
     pub(crate) verified_bytes: u64,
