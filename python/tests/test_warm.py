@@ -1,4 +1,4 @@
-"""`forebay warm prompts --launch` and the server that it starts: they end together. The server is a stand-in that never answers."""
+"""`forebay warm prompts --launch` and the server that it starts, for which a script stands in: they end together."""
 
 from __future__ import annotations
 
@@ -26,24 +26,54 @@ while True:
         break
 """
 
+#: Answers every request, and stores nothing.
+ANSWERING = """
+import http.server, json, sys
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send({"data": [{"id": "a-model"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send({"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}})
+
+    def send(self, answer):
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+
+
+def command(folder: Path, server: str) -> tuple[list[str], dict[str, str]]:
+    """The program's command line and environment, with `server` for vLLM."""
+    entrypoints = folder / "vllm" / "entrypoints" / "openai"
+    entrypoints.mkdir(parents=True)
+    for package in (entrypoints, *entrypoints.parents[:2]):
+        (package / "__init__.py").touch()
+    (entrypoints / "api_server.py").write_text(server)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}))
+    words = [sys.executable, "-m", "forebay", "warm", "prompts", str(folder / "prompts.jsonl")]
+    words += ["--launch", "a-model", "--cache-dir", str(folder), "--python", sys.executable, "--", "--dtype", "float32"]
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return words, os.environ | {"PYTHONPATH": path}
+
 
 @pytest.fixture
 def warming(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The program while it waits for its server, in a group of its own, as a shell's foreground job is."""
-    entrypoints = tmp_path / "vllm" / "entrypoints" / "openai"
-    entrypoints.mkdir(parents=True)
-    for package in (entrypoints, *entrypoints.parents[:2]):
-        (package / "__init__.py").touch()
-    (entrypoints / "api_server.py").write_text(SERVER)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}))
-    command = [sys.executable, "-m", "forebay", "warm", "prompts", str(tmp_path / "prompts.jsonl")]
-    command += ["--launch", "a-model", "--cache-dir", str(tmp_path), "--python", sys.executable, "--", "--dtype", "float32"]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words, variables = command(tmp_path, SERVER)
     # Shells start what runs in the background with SIGINT ignored, and it is inherited.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
     signal.signal(signal.SIGINT, before)
     try:
         yield process
@@ -81,3 +111,10 @@ def test_the_server_does_not_outlive_the_program(warming: subprocess.Popen[str])
     warming.kill()
     _, rest = warming.communicate(timeout=60)
     assert rest.split() == ["SIGTERM"]
+
+
+def test_a_server_that_has_stored_nothing_is_told(tmp_path: Path) -> None:
+    words, variables = command(tmp_path, ANSWERING)
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "1 sent" in done.stdout and "0 chunks are new" in done.stdout and "forebay probe" in done.stdout

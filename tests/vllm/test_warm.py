@@ -42,6 +42,7 @@ def test_a_launched_and_a_running_server_warm_for_others(model: str, tmp_path: P
     first = warm(tmp_path, lines, *launch, "--", *SERVER)
     assert (first["done"], first["failed"], first["cached_tokens"]) == (3, 0, 0)
     assert first["computed_tokens"] == first["prompt_tokens"] > 3 * CHUNK
+    assert first["stored_chunks"] == 3
     options = (*SERVER, "--enable-prompt-tokens-details")
     with server(tmp_path, model, {"cache_dir": str(tmp_path / "cache")}, options) as running:
         second = warm(tmp_path, [*lines, {"prompt": later}], "--server", running.base)

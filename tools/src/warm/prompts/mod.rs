@@ -2,22 +2,26 @@
 //!
 //! `source` reads the prompts, `server` sends each as a one-token request, `journal` remembers
 //! which are done; `launch` starts a server where none is running. The server does the storing,
-//! with its connector; this program never opens the cache, so it may run beside it.
+//! with its connector; this program only reads what the cache lists, so it may run beside it.
 
 mod journal;
 mod launch;
 mod server;
 mod source;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use forebay::geometry::Geometry;
+use forebay::key::ChunkKey;
+use forebay::log::fsck::live;
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use crate::ls;
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::replay::trace;
@@ -95,7 +99,7 @@ pub(crate) struct PromptsArgs {
 
 const AFTER_HELP: &str = "\
 Every prompt is sent with max_tokens 1: the server computes its KV and its connector stores it. Prompts that the cache has already cost \
-a load and one token. Failed prompts make the exit status 3.
+a load and one token. Exit status 3: a prompt failed, or a vLLM that was started has stored nothing.
 
 Examples:
   forebay warm prompts system-prompts.jsonl --server http://localhost:8000 --journal warmed
@@ -125,6 +129,9 @@ struct Summary {
     #[serde(skip_serializing_if = "Option::is_none")]
     estimated_s: Option<f64>,
     failures: Vec<Failure>,
+    /// Chunks that the cache directory of a launched server lists and did not list before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stored_chunks: Option<usize>,
     elapsed_s: f64,
 }
 
@@ -145,6 +152,7 @@ pub(crate) fn run(args: &PromptsArgs, context: &Context) -> Result<Outcome> {
     if args.dry_run {
         estimate(args, &left, &mut summary)?;
     } else if !left.is_empty() {
+        let before = listed(args)?;
         let running = launch(args)?;
         let address = running.as_ref().map(|r| r.address.clone()).or_else(|| args.server.clone()).unwrap_or_default();
         let key = args.api_key.clone().or_else(|| std::env::var("OPENAI_API_KEY").ok());
@@ -153,13 +161,31 @@ pub(crate) fn run(args: &PromptsArgs, context: &Context) -> Result<Outcome> {
         let started = Instant::now();
         send(&left, (&server, &model, args.jobs), &journal, &mut summary, context)?;
         summary.elapsed_s = started.elapsed().as_secs_f64();
+        // It finishes its stores when it is stopped.
+        drop(running);
+        summary.stored_chunks = before.zip(listed(args)?).map(|(before, after)| after.difference(&before).count());
     }
     if context.json {
         out::print_json(&summary)?;
     } else {
         out::print(&text(&summary))?;
     }
-    Ok(if summary.failed > 0 { Outcome::Problem } else { Outcome::Done })
+    Ok(if summary.failed > 0 || summary.stored_nothing() { Outcome::Problem } else { Outcome::Done })
+}
+
+/// Keys that the cache directory of a server to launch lists, each with its shard's place.
+fn listed(args: &PromptsArgs) -> Result<Option<HashSet<(PathBuf, ChunkKey)>>> {
+    let (Some(_), Some(directory)) = (&args.launch, &args.directory) else { return Ok(None) };
+    // The server makes a cache of a directory that is none yet.
+    if !directory.join("BUDGET").exists() {
+        return Ok(Some(HashSet::new()));
+    }
+    let (shards, _) = ls::shards(directory)?;
+    let keys = shards.iter().flat_map(|(files, lanes)| {
+        let place = files.first().map_or_else(PathBuf::new, |f| Path::new(&f.namespace).join(&f.shard));
+        live(lanes, ls::now_s()).into_iter().map(move |(_, record)| (place.clone(), record.key))
+    });
+    Ok(Some(keys.collect()))
 }
 
 fn read(args: &PromptsArgs) -> Result<Vec<Prompt>> {
@@ -237,6 +263,11 @@ fn send(
 }
 
 impl Summary {
+    /// A launched server has computed all prompts, and the cache has got nothing of it.
+    fn stored_nothing(&self) -> bool {
+        self.stored_chunks == Some(0) && self.done > 0 && self.cached_tokens == 0
+    }
+
     fn count(&mut self, prompt: &Prompt, answer: std::result::Result<Usage, String>) {
         match answer {
             Ok(usage) => {
@@ -295,6 +326,16 @@ fn text(summary: &Summary) -> String {
             "{} answers did not say how many (start vLLM with --enable-prompt-tokens-details)\n",
             summary.answers_without_cached_tokens
         ));
+    }
+    if let Some(chunks) = summary.stored_chunks {
+        text.push_str(&format!("{chunks} chunks are new in the cache directory\n"));
+    }
+    if summary.stored_nothing() {
+        text.push_str(
+            "nothing was stored: `forebay probe DIR` tells whether the drive has room; vLLM's messages are above, and \
+             prompts shorter than a chunk (256 tokens) are not stored. A journal counts these prompts as done: delete \
+             it before the next run\n",
+        );
     }
     text
 }
