@@ -409,6 +409,15 @@ impl Settings {
         }
     }
 
+    /// Bytes that a cache directory may take on a file system of `fs_bytes`, `free_bytes` of them
+    /// free, where it has `used_bytes`, for `min_free` to stay free. `None` where a cache cannot be
+    /// so small: then nothing is stored.
+    #[must_use]
+    pub fn room_bytes(&self, fs_bytes: u64, free_bytes: u64, used_bytes: u64) -> Option<u64> {
+        let room = used_bytes.saturating_add(free_bytes).checked_sub(self.min_free_bytes(fs_bytes));
+        room.filter(|room| *room >= validate::MIN_CAPACITY_BYTES)
+    }
+
     /// [`Settings::io_timeout_ms`] as a duration.
     #[must_use]
     pub fn io_timeout(&self) -> Duration {

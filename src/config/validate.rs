@@ -15,7 +15,7 @@ const MIB: usize = 1 << 20;
 /// Alignment of requests, whatever the drive's own block is.
 const PAGE: usize = 4096;
 /// In less, a segment would have room for no chunk of any real geometry.
-const MIN_CAPACITY_BYTES: u64 = 16 << 20;
+pub(super) const MIN_CAPACITY_BYTES: u64 = 16 << 20;
 /// Far more than a digest has.
 const MAX_FINGERPRINT_BYTES: usize = 4096;
 /// Expiry is kept in 32 bits of Unix seconds.

@@ -67,6 +67,8 @@ pub enum WarningKind {
     Permissions,
     /// Huge pages are asked for, and the machine has none of either sort.
     NoHugePages,
+    /// A drive has no room for a cache that leaves `min_free` free.
+    NoRoom,
 }
 
 /// One finding, with advice.

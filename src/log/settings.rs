@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::base::budget::allocated_below;
 use super::base::options::{DriveOptions, LogOptions};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
-use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
+use crate::config::{self, EvictionPolicy, IoEngine, Mode, Settings, Warning, WarningKind};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
@@ -42,7 +43,12 @@ impl LogOptions {
             for warning in CacheDir::open(&drive.path, &checks, &mounts)?.warnings {
                 tell_once(&warning);
             }
-            let (size, _) = file_system_bytes(&drive.path)?;
+            let (size, free) = file_system_bytes(&drive.path)?;
+            if settings.mode == Mode::Rw {
+                no_room(settings, &drive.path, (size, free)).iter().for_each(|warning| {
+                    tell_once(warning);
+                });
+            }
             each.push(DriveOptions {
                 capacity_bytes: Some(settings.drive_capacity_bytes(size)),
                 min_free_bytes: Some(settings.min_free_bytes(size)),
@@ -80,6 +86,22 @@ impl LogOptions {
     }
 }
 
+/// A warning where nothing can be stored for want of free space.
+fn no_room(settings: &Settings, dir: &Path, (size, free): (u64, u64)) -> Option<Warning> {
+    let used = allocated_below(dir).unwrap_or(0);
+    settings.room_bytes(size, free, used).is_none().then(|| Warning {
+        kind: WarningKind::NoRoom,
+        key: "cache_dir".into(),
+        origin: None,
+        message: format!(
+            "nothing can be stored in {}: of its file system's {size} bytes {free} are free, and min_free keeps {} free",
+            dir.display(),
+            settings.min_free_bytes(size)
+        ),
+        advice: "free space on the drive, or lower min_free".into(),
+    })
+}
+
 /// Reads pile up in a drive for about this time at most: that saturates a drive of any speed, and
 /// more would only add latency.
 const READ_LATENCY: Duration = Duration::from_millis(4);
@@ -102,7 +124,7 @@ fn io_options(settings: &Settings) -> IoOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::WarningKind;
+    use crate::config::MinFree;
 
     #[test]
     fn of_each_directory_a_warning_is_told_once() {
@@ -115,5 +137,20 @@ mod tests {
         };
         assert!(tell_once(&warning("/told/once")) && tell_once(&warning("/told/too")));
         assert!(!tell_once(&warning("/told/once")));
+    }
+
+    #[test]
+    fn a_drive_without_room_is_told_of_while_what_is_stored_there_takes_less_than_a_cache() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut settings = Settings { min_free: MinFree::Bytes(1 << 30), ..Settings::default() };
+        let warning = |settings: &Settings, free| no_room(settings, dir.path(), (100 << 30, free));
+        assert!(warning(&settings, 2 << 30).is_none());
+        let told = warning(&settings, (1 << 30) + 4096).unwrap();
+        assert_eq!(told.kind, WarningKind::NoRoom);
+        assert!(told.to_string().contains("1073745920 are free, and min_free keeps 1073741824"), "{told}");
+        std::fs::write(dir.path().join("data.kv"), vec![1; 16 << 20]).unwrap();
+        assert!(warning(&settings, 1 << 30).is_none(), "chunks can take the place of others");
+        settings.min_free = MinFree::Bytes(0);
+        assert!(warning(&settings, 16 << 20).is_none());
     }
 }

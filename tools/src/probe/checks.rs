@@ -13,8 +13,6 @@ use super::machine::{DriveFacts, IoUring, Machine};
 use super::{PathFound, Reason};
 use crate::size::show_bytes;
 
-/// The least a cache takes of a drive; less is refused as a capacity.
-const LEAST_CACHE_BYTES: u64 = 16 << 20;
 /// A server with Forebay has some hundred files open, sockets included.
 const ENOUGH_FILES: u64 = 1024;
 
@@ -254,7 +252,6 @@ fn space(d: &Directory, settings: &Settings) -> Option<Finding> {
     }
     let capacity = settings.drive_capacity_bytes(d.file_system_bytes);
     let floor = settings.min_free_bytes(d.file_system_bytes);
-    let to_be_had = d.used_bytes.saturating_add(d.free_bytes).saturating_sub(floor);
     let found = format!(
         "{} of {} are free, {} stay so (min_free); capacity {}, in use {}",
         bytes(d.free_bytes),
@@ -263,12 +260,14 @@ fn space(d: &Directory, settings: &Settings) -> Option<Finding> {
         bytes(capacity),
         bytes(d.used_bytes)
     );
-    Some(if to_be_had < LEAST_CACHE_BYTES {
-        Finding::fail("space", format!("{found}: nothing can be stored"), "free space on the drive, or lower min_free")
-    } else if d.used_bytes > capacity {
+    let Some(room) = settings.room_bytes(d.file_system_bytes, d.free_bytes, d.used_bytes) else {
+        let found = format!("{found}: nothing can be stored");
+        return Some(Finding::fail("space", found, "free space on the drive, or lower min_free"));
+    };
+    Some(if d.used_bytes > capacity {
         Finding::warn("space", format!("{found}: chunks are evicted until it fits"), "raise capacity to keep them")
-    } else if capacity > to_be_had {
-        let found = format!("{found}: the cache cannot grow beyond {}", bytes(to_be_had));
+    } else if capacity > room {
+        let found = format!("{found}: the cache cannot grow beyond {}", bytes(room));
         Finding::warn("space", found, "free space on the drive, or set capacity to what there is")
     } else {
         Finding::ok("space", found)
