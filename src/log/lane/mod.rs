@@ -184,7 +184,10 @@ impl LaneState {
     ) -> Result<Option<Entry>> {
         let is_it = table.get_marked(key).is_some_and(|(entry, ..)| entry.seq == seq);
         let Some((old, slot)) = (if is_it { table.remove_if(key, seq)? } else { None }) else { return Ok(None) };
-        live(shared, &old, -1);
+        // The next use of a segment counts from 0.
+        if self.segments.is_used_so(old.segment, old.epoch) {
+            live(shared, &old, -1);
+        }
         self.usage.left(Some(slot), &old);
         Ok(Some(old))
     }
@@ -202,7 +205,9 @@ impl LaneState {
         table.remove_where(|slot, entry| {
             let goes = which(entry);
             if goes {
-                live(shared, entry, -1);
+                if self.segments.is_used_so(entry.segment, entry.epoch) {
+                    live(shared, entry, -1);
+                }
                 self.usage.left(Some(slot), entry);
                 self.usage.observe(PolicyEvent::Forgotten(index::tag_of(&entry.key)));
             }

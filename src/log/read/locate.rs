@@ -253,17 +253,18 @@ impl Log {
     /// After several errors in a row nothing on the drive is found for a while: a load would only
     /// wait, and hold staging.
     pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
-        self.ctx.counters.bad_chunks.add(1);
         let Some(volume) = self.volumes.get(chunk.drive) else { return };
         if matches!(why, Bad::TimedOut) {
+            self.ctx.counters.bad_chunks.add(1);
             self.tell_bad(chunk, why);
             return volume.note_bad_read(ErrorKind::TimedOut);
         }
-        // Reclaim may have moved the chunk during a load without a lease: then its copy is good, and
-        // a read behind the file's new end no error of the drive.
+        // During a load without a lease the chunk may have been moved or removed: then what was read
+        // is another's, and a read behind the file's new end no error of the drive.
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
         if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
+            self.ctx.counters.bad_chunks.add(1);
             // A reader cannot remove it; and one bad chunk that is asked for again and again is no
             // bad drive.
             if self.ctx.check_writable().is_err() {

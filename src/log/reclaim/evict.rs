@@ -25,7 +25,7 @@ use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::index::{Entry, EntryKind, Mark, tag_of};
 use crate::log::base::sizes;
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, LaneRole, LaneState, PolicyEvent, SegmentPhase, SlotRange, slot_bytes};
+use crate::log::lane::{Lane, LaneRole, LaneState, PolicyEvent, SlotRange, slot_bytes};
 use crate::log::{journal, policy};
 
 /// At most one part in this many of the capacity is evicted at once, but a segment's bytes always.
@@ -223,16 +223,16 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
         return Ok(EvictedSlots::default());
     }
     tell(volume, lane, (first.segment, first.epoch), &going);
-    let bytes = erase_marked(volume, lane, &going, Some(patience)).inspect_err(|_| {
-        // What is left of them stays marked: a sweep tries again.
-        lane.shared().iter().for_each(|s| s.note_removal());
-    })?;
+    let bytes = erase_marked(volume, lane, &going, Some(patience))?;
     Ok(EvictedSlots { chunks: going.len() as u64, bytes })
 }
 
 /// Makes the slots of marked entries of one segment, in the order in which they lie, unreadable,
 /// and takes them out of the table; how many bytes were given back. The caller holds the lane's
 /// `erasing` lock.
+///
+/// # Errors
+/// Where the drive fails. What is left of them stays marked, and a sweep tries again.
 pub(super) fn erase_marked(
     volume: &Volume,
     lane: &Arc<Lane>,
@@ -240,15 +240,21 @@ pub(super) fn erase_marked(
     patience: Option<Instant>,
 ) -> Result<u64> {
     let Some(first) = going.first() else { return Ok(0) };
+    // What was left of an earlier use of the segment is unreadable since that was sealed or freed,
+    // and something else may lie in its place.
+    if !lane.state()?.segments.is_used_so(first.segment, first.epoch) {
+        return forget(lane, going).map(|()| 0);
+    }
     list(lane, going)?;
-    let mut freed = 0;
-    for run in going.chunk_by(|a, b| a.page + a.pages == b.page) {
+    let erase_run = |run: &[Entry]| {
         patience.into_iter().for_each(|until| wait_for_pause(volume, until));
         let slots: Vec<SlotRange> = run.iter().map(|e| SlotRange::of(e, &lane.ctx.layout_of(e))).collect();
-        freed += lane.erase(first.segment, &slots)?;
-        forget(lane, run)?;
-    }
-    Ok(freed)
+        let freed = lane.erase(first.segment, &slots)?;
+        forget(lane, run).map(|()| freed)
+    };
+    let runs = going.chunk_by(|a, b| a.page + a.pages == b.page);
+    let freed: Result<u64> = runs.map(erase_run).sum();
+    freed.inspect_err(|_| lane.shared().iter().for_each(|s| s.note_removal()))
 }
 
 /// Lists slots as gone: in their segment's region, or, while the segment is not sealed, in the
@@ -344,11 +350,7 @@ pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
             table.get_marked(&e.key).is_some_and(|(now, _, mark)| mark.is_some() && here(&now) == here(e))
         };
         let of_segment: Vec<Entry> = of_segment.iter().filter(is_left).copied().collect();
-        let Some(first) = of_segment.first() else { continue };
-        let phase = lane.state()?.segments.get(first.segment).filter(|s| s.epoch() == first.epoch).map(|s| s.phase());
-        if phase.is_some_and(|p| !matches!(p, SegmentPhase::Absent | SegmentPhase::Ready)) {
-            erase_marked(volume, lane, &of_segment, None)?;
-        }
+        erase_marked(volume, lane, &of_segment, None)?;
         let mut state = lane.state()?;
         of_segment.iter().for_each(|e| policy::forget(&mut state, &e.key));
     }

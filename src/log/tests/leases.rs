@@ -172,7 +172,9 @@ fn a_chunk_that_was_moved_away_from_under_a_load_is_not_given_up() {
     stale.sequence = log.locate(&key(3), PIN).unwrap().sequence;
     log.report_bad(&stale, Bad::Corrupt);
     assert!(has(&log, 3));
+    assert_eq!(log.stats().bad_chunks, 0, "it says nothing of the drive");
     let now = log.locate(&key(3), PIN).unwrap();
     log.report_bad(&now, Bad::Corrupt);
     assert!(!has(&log, 3));
+    assert_eq!(log.stats().bad_chunks, 1);
 }
