@@ -128,7 +128,7 @@ def test_the_program_comes_with_the_package(cache: Path) -> None:
 
 def test_the_programs_own_children_are_the_program(tmp_path: Path) -> None:
     """`probe` tries cuFile in a program of its own: that one must be found without PATH, and must answer."""
-    env = {"PATH": "/nonexistent"}
+    env = {"PATH": "/nonexistent", "FOREBAY_MIN_FREE": "0"}
     command = [sys.executable, "-m", "forebay", "--json", "probe", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr

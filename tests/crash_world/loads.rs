@@ -8,6 +8,7 @@ use forebay::io::{self, AlignedBuf, Buf, Request};
 use forebay::log::{Bad, Chunk};
 
 use super::model::State;
+use super::queue::Faults;
 use super::rng::Rng;
 use super::world::{Held, Process, World};
 use super::{key, value};
@@ -126,8 +127,11 @@ impl World {
         // to be.
         let put = self.model.lock().of_sequence(held.key, held.chunk.sequence).copied();
         let is_gone = put.is_none_or(|put| put.going || put.state == State::Unsure);
+        // A read that the drive fails says nothing of what lies there.
+        let faults = process.read.set_faults(Faults::default());
         let good = self.read_chunk(process, held.key, &held.chunk).is_some();
-        if !good && !is_gone && self.clock.ms() < held.until_ms && !self.faulty() && self.config.faults.rot == 0 {
+        process.read.set_faults(faults);
+        if !good && !is_gone && self.clock.ms() < held.until_ms && !self.faulty() {
             self.fail(&format!("key {}: a leased chunk was overwritten", held.key));
         }
     }

@@ -65,6 +65,9 @@ pub struct Config {
 /// Half of the seeds from here on fail more often, and remove more. Those below stay as they were:
 /// some are known to have found something.
 const HARSH_FROM: u64 = 90_000_000;
+/// From here on they fail up to three times as often as that, and some have few keys: what a failure
+/// has left behind meets the next removal, segment or put of the same key.
+const HARSHER_FROM: u64 = 91_000_000;
 
 impl Config {
     pub fn of(seed: u64) -> Self {
@@ -73,8 +76,10 @@ impl Config {
         if seed < HARSH_FROM || rng.one_in(2) {
             return usual;
         }
-        let share = 2 + rng.below(30);
+        let is_harsher = seed >= HARSHER_FROM;
+        let share = 2 + rng.below(if is_harsher { 90 } else { 30 });
         Self {
+            keys: if is_harsher && rng.one_in(2) { 4 + rng.below(20) } else { usual.keys },
             faults: Faults {
                 eio: rng.below(share),
                 no_space: rng.below(share),

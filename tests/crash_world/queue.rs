@@ -59,8 +59,9 @@ impl SimQueue {
         Drive { read: Arc::clone(read) as _, write: Arc::clone(write) as _, report }
     }
 
-    pub fn set_faults(&self, faults: Faults) {
-        self.faults.lock().0 = faults;
+    /// Sets how often requests go wrong; what it was before.
+    pub fn set_faults(&self, faults: Faults) -> Faults {
+        std::mem::replace(&mut self.faults.lock().0, faults)
     }
 
     /// Whether writes wait until they are run.

@@ -364,14 +364,15 @@ impl Segments {
     }
 
     /// Notes that a slot is about to go. `true` where its segment is not being sealed yet: its
-    /// record is dropped here, and the caller logs one that says so in the journal. Else it is
-    /// listed.
+    /// record is dropped here, and the caller logs one that says so in the journal, once. Else it
+    /// is listed.
     pub(in crate::log) fn note_gone(&mut self, segment: u32, epoch: u32, page: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch) else { return false };
         match s.phase {
             SegmentPhase::Open | SegmentPhase::Full => {
+                let before = s.records.len();
                 s.records.retain(|r| r.page != page);
-                return true;
+                return s.records.len() < before;
             }
             SegmentPhase::Sealing | SegmentPhase::Sealed | SegmentPhase::Condemned if !s.gone.contains(&page) => {
                 s.gone.push(page);
@@ -679,6 +680,7 @@ mod tests {
         segments.add(&record(0, 2));
         segments.end_put(place);
         assert!(segments.note_gone(0, 1, 0) && segments.unsealed_records().is_empty());
+        assert!(!segments.note_gone(0, 1, 0), "said already");
         segments.add(&record(2, 2));
         segments.close_open();
         assert_eq!(segments.begin_seal(0).unwrap().1.len(), 1);

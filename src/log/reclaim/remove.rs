@@ -234,11 +234,12 @@ impl KeyRemoval<'_> {
         if !is_still(Some(Mark::Removed)) {
             return Ok(false);
         }
-        lane.blank_foreign(entry.segment, &SlotRange::of(entry, &lane.ctx.layout_of(entry)), hold)?;
+        let outcome = lane.blank_foreign(entry.segment, &SlotRange::of(entry, &lane.ctx.layout_of(entry)), hold);
+        // Also where it failed: the entry is marked, and only the lane's holder can take it out.
         if let Some(shared) = lane.shared() {
             shared.note_removal();
         }
-        Ok(true)
+        outcome.map(|()| true)
     }
 
     /// Keeps the segment of an entry from reclaim; `None` where it is being reclaimed already.

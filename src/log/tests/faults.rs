@@ -611,6 +611,21 @@ fn what_a_removal_left_because_the_drive_failed_is_made_unreadable_later() {
     assert!(!place.is_readable() && store(&log, 1) && has(&log, 0));
 }
 
+/// As for a process's own lane: only the process that writes a lane can take entries out.
+#[test]
+fn what_a_removal_left_in_the_lane_of_another_process_is_made_unreadable_there() {
+    let dir = temp();
+    let holder = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    assert!(store(&holder, 1));
+    let place = SlotPlace::of(&holder, 1);
+    let (log, switch) = faulty_in_turns(dir.path());
+    switch.set(DATA_EIO);
+    assert_eq!(log.remove(&[key(1)]).unwrap_err().kind(), ErrorKind::Io);
+    assert!(place.is_readable());
+    holder.turn(Turn::Maintain);
+    assert!(!place.is_readable() && store(&holder, 1));
+}
+
 #[test]
 fn the_floor_of_a_tenant_stays_while_one_of_its_slots_could_not_be_made_unreadable() {
     const ACME: u64 = 77;
