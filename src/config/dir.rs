@@ -367,7 +367,11 @@ impl Dir {
                 // A process of the same number may have been killed before it had removed its own.
                 let _ = std::fs::remove_file(&name);
                 let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&name);
-                made.and_then(|_| std::fs::remove_file(&name))
+                made.and_then(|_| match std::fs::remove_file(&name) {
+                    // One of the same number in another container has removed it.
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+                    removed => removed,
+                })
             }
             other => other,
         };

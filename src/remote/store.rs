@@ -140,7 +140,11 @@ impl RemoteStore {
         let store = self.bucket.store();
         let rate = |since: Instant| PART_BYTES as f64 / since.elapsed().as_secs_f64().max(1e-9);
         let since = Instant::now();
-        self.ask("put", store.put(name, bytes.clone().into())).map_err(|e| ("put", e))?;
+        self.ask("put", store.put(name, bytes.clone().into())).map_err(|e| {
+            // It may have been stored all the same, and only the answer be lost.
+            drop(self.ask("delete", store.delete(name)));
+            ("put", e)
+        })?;
         let written = rate(since);
         let read = self.read(name, &bytes).map_err(|e| ("get", e));
         let deleted = self.ask("delete", store.delete(name)).map_err(|e| ("delete", e));

@@ -349,4 +349,9 @@ fn a_probe_tries_the_store_and_has_a_remedy_for_each_fault() {
     server.spoil(|method, _| if *method == hyper::Method::GET { Spoil::WrongByte } else { Spoil::No });
     let (level, found, _) = probed(dir.path(), REMOTE, &env);
     assert!(level == "warn", "{found}");
+    server.let_go();
+    server.spoil(|method, _| if *method == hyper::Method::PUT { Spoil::Unheard } else { Spoil::No });
+    let (level, found, _) = probed(dir.path(), REMOTE, &env);
+    assert!(level == "warn", "{found}");
+    assert!(objects(root.path()).is_empty(), "it was put, and the answer lost");
 }
