@@ -18,7 +18,7 @@ DOORS = {"plugin": "Adapter", "native_plugin": "Connector"}
 
 def spec(cache: Path, door: str = "plugin", **settings: Any) -> str:
     """The JSON line that a user gives to `--l2-adapter`, as in docs/lmcache.md."""
-    params = {"cache_dir": str(cache), "capacity": "1GiB", **settings}
+    params = {"cache_dir": str(cache), "capacity": "1GiB", "min_free": 0, **settings}
     return json.dumps({"type": door, "module_path": "forebay.lmcache", "class_name": DOORS[door], "adapter_params": params})
 
 

@@ -13,7 +13,7 @@ class MockNativeConnector(forebay.lmcache.Connector):
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-lmcache-")
-        super().__init__(cache_dir=self._folder.name, capacity="256MiB")
+        super().__init__(cache_dir=self._folder.name, capacity="256MiB", min_free=0)
 
     def close(self) -> None:
         """Also removes the cache; those tests close some connectors twice."""
@@ -26,7 +26,7 @@ class MockL2Adapter(forebay.lmcache.Adapter):
 
     def __init__(self, _config: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-lmcache-")
-        super().__init__({"cache_dir": self._folder.name, "capacity": "256MiB"})
+        super().__init__({"cache_dir": self._folder.name, "capacity": "256MiB", "min_free": 0})
 
     def close(self) -> None:
         """Also removes the cache."""

@@ -117,7 +117,7 @@ def test_what_lmcache_counts_for_itself_is_refused(cache: Path, door: str) -> No
 def test_a_batch_that_cannot_be_taken_is_a_failed_completion(cache: Path) -> None:
     import forebay.lmcache
 
-    connector = forebay.lmcache.Connector(cache_dir=str(cache), capacity="1GiB")
+    connector = forebay.lmcache.Connector(cache_dir=str(cache), capacity="1GiB", min_free=0)
     number = connector.submit_batch_get(["a", "b"], [bytearray(3)])
     poll = select.poll()
     poll.register(connector.event_fd(), select.POLLIN)
