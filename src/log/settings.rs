@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 use super::base::budget::allocated_below;
 use super::base::options::{DriveOptions, LogOptions};
+use super::base::sizes::Sizes;
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Mode, Settings, Warning, WarningKind};
 use crate::error::Result;
@@ -43,12 +44,7 @@ impl LogOptions {
             for warning in CacheDir::open(&drive.path, &checks, &mounts)?.warnings {
                 tell_once(&warning);
             }
-            let (size, free) = file_system_bytes(&drive.path)?;
-            if settings.mode == Mode::Rw {
-                no_room(settings, &drive.path, (size, free)).iter().for_each(|warning| {
-                    tell_once(warning);
-                });
-            }
+            let (size, _) = file_system_bytes(&drive.path)?;
             each.push(DriveOptions {
                 capacity_bytes: Some(settings.drive_capacity_bytes(size)),
                 min_free_bytes: Some(settings.min_free_bytes(size)),
@@ -62,7 +58,7 @@ impl LogOptions {
             EvictionPolicy::Lru => Reclaim::Lru,
             EvictionPolicy::Prefix => Reclaim::Prefix,
         };
-        Ok(Self {
+        let options = Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),
             mode: settings.mode,
             drives: each,
@@ -82,14 +78,22 @@ impl LogOptions {
             io: io_options(settings),
             io_timeout: settings.io_timeout(),
             ..Self::new(Path::new(""), geometry)
-        })
+        };
+        for (dir, drive) in options.dirs.iter().zip(&options.drives).filter(|_| settings.mode == Mode::Rw) {
+            let segment_bytes = Sizes::plan(&options, drive.capacity_bytes.unwrap_or(0)).map_or(0, |s| s.segment_bytes);
+            no_room(settings, dir, file_system_bytes(dir)?, segment_bytes).iter().for_each(|warning| {
+                tell_once(warning);
+            });
+        }
+        Ok(options)
     }
 }
 
-/// A warning where nothing can be stored for want of free space.
-fn no_room(settings: &Settings, dir: &Path, (size, free): (u64, u64)) -> Option<Warning> {
+/// A warning where the free space is too little for a segment, so that nothing can be stored.
+fn no_room(settings: &Settings, dir: &Path, (size, free): (u64, u64), segment_bytes: u64) -> Option<Warning> {
     let used = allocated_below(dir).unwrap_or(0);
-    settings.room_bytes(size, free, used).is_none().then(|| Warning {
+    let room = settings.room_bytes(size, free, used).unwrap_or(0);
+    (room < segment_bytes.max(1)).then(|| Warning {
         kind: WarningKind::NoRoom,
         key: "cache_dir".into(),
         origin: None,
@@ -143,8 +147,9 @@ mod tests {
     fn a_drive_without_room_is_told_of_while_what_is_stored_there_takes_less_than_a_cache() {
         let dir = tempfile::tempdir().unwrap();
         let mut settings = Settings { min_free: MinFree::Bytes(1 << 30), ..Settings::default() };
-        let warning = |settings: &Settings, free| no_room(settings, dir.path(), (100 << 30, free));
+        let warning = |settings: &Settings, free| no_room(settings, dir.path(), (100 << 30, free), 16 << 20);
         assert!(warning(&settings, 2 << 30).is_none());
+        assert!(no_room(&settings, dir.path(), (100 << 30, 2 << 30), 1 << 31).is_some(), "a segment does not fit");
         let told = warning(&settings, (1 << 30) + 4096).unwrap();
         assert_eq!(told.kind, WarningKind::NoRoom);
         assert!(told.to_string().contains("1073745920 are free, and min_free keeps 1073741824"), "{told}");

@@ -39,6 +39,8 @@ pub(crate) fn forebay_with(folder: &Path, arguments: &[&str], variables: &[(&str
     let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_forebay"))
         .args(arguments)
         .current_dir(folder)
+        // Tests store on drives that are nearly full, too.
+        .env("FOREBAY_MIN_FREE", "0")
         .envs(variables.iter().copied())
         .env_remove("RUST_LOG")
         .env_remove("FOREBAY_LOG")
