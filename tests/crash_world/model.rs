@@ -193,7 +193,8 @@ impl Model {
     pub fn objection(&self, key: u64, id: u64) -> Option<&'static str> {
         match self.puts.get(&id).filter(|p| p.key == key) {
             None => Some("it was never stored"),
-            Some(put) if put.gone => Some("it was removed"),
+            // Where a bit of an index was flipped, slots are found by their headers.
+            Some(put) if put.gone && !(self.rotten && put.stray) => Some("it was removed"),
             Some(put) if put.state == State::Begun => Some("its put was not committed"),
             Some(_) => None,
         }
