@@ -94,7 +94,7 @@ pub(crate) fn get(store: &ObjectStore, keys: &[&str], room: usize) -> Vec<(KeyRe
     let one = |key: &str, room: usize| get_exactly(store, &[key], room).remove(0);
     let mut got = get_exactly(store, keys, room);
     for (key, found) in keys.iter().zip(&mut got) {
-        while found.0.cause == Some(ObjectCause::WrongLength) && found.0.len < room as u64 {
+        while found.0.cause == Some(ObjectCause::WrongLength) && found.0.len <= room as u64 {
             *found = one(key, found.0.len as usize);
         }
     }
