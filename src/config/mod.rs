@@ -409,9 +409,9 @@ impl Settings {
         }
     }
 
-    /// Bytes that a cache directory may take on a file system of `fs_bytes`, `free_bytes` of them
-    /// free, where it has `used_bytes`, for `min_free` to stay free. `None` where a cache cannot be
-    /// so small: then nothing is stored.
+    /// Most bytes that a cache directory can take while `min_free` stays free: it has `used_bytes`,
+    /// and its file system has `fs_bytes`, `free_bytes` of them free. `None` where that is too
+    /// little for any cache, so that nothing can be stored.
     #[must_use]
     pub fn room_bytes(&self, fs_bytes: u64, free_bytes: u64, used_bytes: u64) -> Option<u64> {
         let room = used_bytes.saturating_add(free_bytes).checked_sub(self.min_free_bytes(fs_bytes));

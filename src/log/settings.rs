@@ -81,9 +81,9 @@ impl LogOptions {
         };
         for (dir, drive) in options.dirs.iter().zip(&options.drives).filter(|_| settings.mode == Mode::Rw) {
             let segment_bytes = Sizes::plan(&options, drive.capacity_bytes.unwrap_or(0)).map_or(0, |s| s.segment_bytes);
-            no_room(settings, dir, file_system_bytes(dir)?, segment_bytes).iter().for_each(|warning| {
-                tell_once(warning);
-            });
+            if let Some(warning) = no_room(settings, dir, file_system_bytes(dir)?, segment_bytes) {
+                tell_once(&warning);
+            }
         }
         Ok(options)
     }
@@ -92,8 +92,8 @@ impl LogOptions {
 /// A warning where the free space is too little for a segment, so that nothing can be stored.
 fn no_room(settings: &Settings, dir: &Path, (size, free): (u64, u64), segment_bytes: u64) -> Option<Warning> {
     let used = allocated_below(dir).unwrap_or(0);
-    let room = settings.room_bytes(size, free, used).unwrap_or(0);
-    (room < segment_bytes.max(1)).then(|| Warning {
+    let room = settings.room_bytes(size, free, used);
+    room.is_none_or(|room| room < segment_bytes).then(|| Warning {
         kind: WarningKind::NoRoom,
         key: "cache_dir".into(),
         origin: None,

@@ -185,7 +185,7 @@ impl LaneState {
         let is_it = table.get_marked(key).is_some_and(|(entry, ..)| entry.seq == seq);
         let Some((old, slot)) = (if is_it { table.remove_if(key, seq)? } else { None }) else { return Ok(None) };
         // The next use of a segment counts from 0.
-        if self.segments.is_used_so(old.segment, old.epoch) {
+        if self.segments.is_current_use(old.segment, old.epoch) {
             live(shared, &old, -1);
         }
         self.usage.left(Some(slot), &old);
@@ -205,7 +205,7 @@ impl LaneState {
         table.remove_where(|slot, entry| {
             let goes = which(entry);
             if goes {
-                if self.segments.is_used_so(entry.segment, entry.epoch) {
+                if self.segments.is_current_use(entry.segment, entry.epoch) {
                     live(shared, entry, -1);
                 }
                 self.usage.left(Some(slot), entry);

@@ -234,8 +234,8 @@ impl Segments {
         self.get_mut(segment).filter(|s| s.epoch == epoch)
     }
 
-    /// Whether this use of a segment has not ended.
-    pub(in crate::log) fn is_used_so(&self, segment: u32, epoch: u32) -> bool {
+    /// Whether the segment is in this use, and not in a later one or free.
+    pub(in crate::log) fn is_current_use(&self, segment: u32, epoch: u32) -> bool {
         let is_empty = |s: &Segment| matches!(s.phase, SegmentPhase::Absent | SegmentPhase::Ready);
         self.get(segment).is_some_and(|s| s.epoch == epoch && !is_empty(s))
     }

@@ -242,7 +242,7 @@ pub(super) fn erase_marked(
     let Some(first) = going.first() else { return Ok(0) };
     // What was left of an earlier use of the segment is unreadable since that was sealed or freed,
     // and something else may lie in its place.
-    if !lane.state()?.segments.is_used_so(first.segment, first.epoch) {
+    if !lane.state()?.segments.is_current_use(first.segment, first.epoch) {
         return forget(lane, going).map(|()| 0);
     }
     list(lane, going)?;

@@ -163,7 +163,11 @@ pub(crate) fn run(args: &PromptsArgs, context: &Context) -> Result<Outcome> {
         summary.elapsed_s = started.elapsed().as_secs_f64();
         // It finishes its stores when it is stopped.
         drop(running);
-        summary.stored_chunks = before.zip(listed(args)?).map(|(before, after)| after.difference(&before).count());
+        let after = listed(args).unwrap_or_else(|e| {
+            tracing::warn!(error = %e, "what was stored cannot be counted");
+            None
+        });
+        summary.stored_chunks = before.zip(after).map(|(before, after)| after.difference(&before).count());
     }
     if context.json {
         out::print_json(&summary)?;
