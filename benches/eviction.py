@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a request trace through eviction and admission policies, and writes the tables of docs/eviction.md.
+"""Runs a request trace through eviction and admission policies, and writes the tables of docs/lab/eviction.md.
 
 The simulated tables take a minute, those of the real log (--real) half an hour, in memory (--directory). Every figure follows
 from the trace alone: the same commit gives the same table. Rows that are not run keep what docs/eviction.json has of them.
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 
-PAGE, DATA = "docs/eviction.md", "docs/eviction.json"
+PAGE, DATA = "docs/lab/eviction.md", "docs/eviction.json"
 POLICIES = "fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum"
 LOSSES = ("0.06", "0.13")
 TIB = 1 << 40

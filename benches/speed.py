@@ -404,8 +404,9 @@ def main():
         for part, measure in (("lookups", bench.lookups), ("reopen", bench.reopen)):
             if part in parts:
                 measure()
-        bench.write(args.write)
     finally:
+        if bench.rows:
+            bench.write(args.write)
         progress("removing what was measured with")
         set_huge_pages(huge_pages)
         remove(directory)

@@ -86,7 +86,6 @@ const CASES: &[(&str, &str, &str)] = &[
     ("reclaim_write_budget", r#""NaN""#, "is not a number"),
     ("workers", r#"1000"#, "use 0 to 256"),
     ("workers", r#""few""#, "is not a whole number"),
-    ("commit_interval_ms", r#"0"#, "use 1 to 10000 ms"),
     ("lease_share", r#"0.5"#, "use 0.01 to 0.25"),
     ("lease_share", r#"0"#, "use 0.01 to 0.25"),
     ("fingerprint", r#"7"#, "is not text"),

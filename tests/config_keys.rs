@@ -52,7 +52,6 @@ const CASES: &[Case] = &[
     ("ttl", "12h", |s| s.ttl = Some(Duration::from_secs(12 * 3600))),
     ("reclaim_write_budget", "0.5", |s| s.reclaim_write_budget = 0.5),
     ("workers", "7", |s| s.workers = 7),
-    ("commit_interval_ms", "10", |s| s.commit_interval_ms = 10),
     ("lease_share", "0.125", |s| s.lease_share = 0.125),
     ("fingerprint", "w1", |s| s.fingerprint = Some("w1".into())),
     ("load_timeout_ms", "500", |s| s.load_timeout_ms = 500),

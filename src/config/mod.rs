@@ -180,9 +180,6 @@ pub struct Settings {
     /// ([`Settings::worker_threads`]).
     #[serde(serialize_with = "value::show_workers", deserialize_with = "value::workers")]
     pub workers: usize,
-    /// Milliseconds after which a journal page is written even if it is not full.
-    #[serde(deserialize_with = "value::loose")]
-    pub commit_interval_ms: u64,
     /// Share of the capacity that leases may hold against reclaim (0.01 to 0.25).
     #[serde(deserialize_with = "value::loose")]
     pub lease_share: f64,
@@ -302,7 +299,6 @@ impl Default for Settings {
             ttl: None,
             reclaim_write_budget: 0.1,
             workers: 0,
-            commit_interval_ms: 50,
             lease_share: 0.25,
             fingerprint: None,
             load_timeout_ms: 2000,
@@ -422,12 +418,6 @@ impl Settings {
     #[must_use]
     pub fn io_timeout(&self) -> Duration {
         Duration::from_millis(self.io_timeout_ms)
-    }
-
-    /// [`Settings::commit_interval_ms`] as a duration.
-    #[must_use]
-    pub fn commit_interval(&self) -> Duration {
-        Duration::from_millis(self.commit_interval_ms)
     }
 
     /// Threads for scatter, gather and CRC: [`Settings::workers`], or half the cores, 1 to 8, where

@@ -58,7 +58,6 @@ pub(super) fn check(s: &Settings) -> Checked {
     between("max_concurrent_ops", &s.max_concurrent_ops, 1, 4096, "")?;
     between("io_timeout_ms", &s.io_timeout_ms, 10, 3_600_000, " ms")?;
     between("workers", &s.workers, 0, 256, " threads")?;
-    between("commit_interval_ms", &s.commit_interval_ms, 1, 10_000, " ms")?;
     between("reclaim_write_budget", &s.reclaim_write_budget, 0.0, 1.0, "")?;
     between("admission_loss", &s.admission_loss, 0.0, 1.0, "")?;
     ensure(

@@ -72,7 +72,6 @@ impl LogOptions {
             ttl: settings.ttl,
             on_incompatible: settings.on_incompatible,
             placement: settings.placement,
-            commit_interval: settings.commit_interval(),
             lease_share: settings.lease_share,
             reclaim_write_budget: settings.reclaim_write_budget,
             io: io_options(settings),

@@ -120,7 +120,6 @@ impl World {
             tenant_bytes: c.tenant_bytes,
             policy: c.policy,
             reclaim_write_budget: c.reclaim_write_budget,
-            commit_interval: Duration::from_secs(1 << 24),
             io_timeout: Duration::from_secs(1 << 20),
             drive_factory: Some(Arc::new(move |_, _, _| Ok(drive.clone()))),
             clock: Arc::clone(&self.clock) as _,

@@ -29,7 +29,6 @@ pub fn options(dir: &Path) -> LogOptions {
     LogOptions {
         capacity_bytes: 16 << 20,
         segment_bytes: Some(1 << 20),
-        commit_interval: Duration::from_millis(5),
         scan_interval: Duration::from_millis(50),
         ..LogOptions::new(dir, geometry)
     }

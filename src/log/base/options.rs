@@ -74,8 +74,6 @@ pub struct LogOptions {
     pub on_incompatible: OnIncompatible,
     /// How chunks are spread over drives.
     pub placement: Placement,
-    /// Longest time until a stored chunk's record is written to the journal.
-    pub commit_interval: Duration,
     /// Share of the segments that may be leased at once, 0 to 1.
     pub lease_share: f64,
     /// Bytes that reclaim may write again for each byte it frees, 0 to 1.
@@ -130,7 +128,6 @@ impl LogOptions {
             ttl: None,
             on_incompatible: OnIncompatible::default(),
             placement: Placement::default(),
-            commit_interval: Duration::from_millis(50),
             lease_share: 0.25,
             reclaim_write_budget: 0.25,
             scan_interval: Duration::from_secs(1),

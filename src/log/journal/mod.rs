@@ -131,7 +131,7 @@ fn wait_for_work(lane: &Lane) -> Option<JournalWork> {
         if state.life.abandoned {
             return None;
         }
-        let due = state.pending.since().map(|since| since + lane.ctx.options.commit_interval);
+        let due = state.pending.due();
         let work = work_of(lane, &state, due.is_some_and(|due| due <= Instant::now()));
         if work.is_some() {
             if state.pending.has_failed() && work.flush.is_none() && !work.stop {
@@ -164,16 +164,17 @@ fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
 }
 
 /// Writes waiting records to fresh pages: full pages, and with `partial` also a last one that is
-/// not full.
+/// not full. What comes during that last write is judged anew.
 fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
     renew(lane)?;
     while let Some(batch) = take_batch(lane, partial)? {
-        match write_batch(lane, &batch) {
-            Ok(()) => hold_batch(lane, &batch)?,
-            Err(e) => {
-                lane.state()?.pending.put_back(batch);
-                return Err(e);
-            }
+        if let Err(e) = write_batch(lane, &batch) {
+            lane.state()?.pending.put_back(batch);
+            return Err(e);
+        }
+        hold_batch(lane, &batch)?;
+        if batch.records.len() % RECORDS_PER_PAGE > 0 {
+            break;
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! What waits for the journal: records that go to pages, and flushes. No I/O.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::ring::{JournalRing, SegmentUse};
 use crate::error::{Error, ErrorKind, Result};
@@ -12,6 +12,8 @@ use crate::format::record::{Record, RecordKind};
 const PAGES_PER_WRITE: usize = 64;
 /// Pages of the ring that only reclaim may use.
 const RING_RESERVE: u64 = 8;
+/// How long records wait for a full page where the ring's pages have become few.
+const FULL_PAGE_WAIT: Duration = Duration::from_millis(50);
 /// Failures of index.kv in a row after which a lane takes no more puts.
 const BROKEN_AFTER: u32 = 8;
 
@@ -54,9 +56,12 @@ impl Pending {
         self.since.get_or_insert_with(Instant::now);
     }
 
-    /// Since when the oldest record waits.
-    pub(in crate::log) fn since(&self) -> Option<Instant> {
-        self.since
+    /// When the records that wait are to be written, if there are any: at once, so that a kill loses
+    /// few. But with less than half of the ring left they wait for a full page: small values that
+    /// come one by one would fill the ring long before their segment.
+    pub(in crate::log) fn due(&self) -> Option<Instant> {
+        let wait = if self.ring.is_half_full() { FULL_PAGE_WAIT } else { Duration::ZERO };
+        self.since.map(|since| since + wait)
     }
 
     pub(in crate::log) fn waiting(&self) -> usize {
@@ -246,5 +251,24 @@ mod tests {
             waiting.push(pending.waiting());
         }
         assert_eq!(waiting, [1, 2]);
+    }
+
+    #[test]
+    fn records_are_due_at_once_until_half_of_the_ring_is_taken() {
+        let mut pending = Pending::new(16, 0);
+        assert_eq!(pending.due(), None);
+        for n in 0..9 {
+            pending.log(Record::new(RecordKind::Put, KeyKind::Chain, ChunkKey([n; 32])));
+            let due = pending.due().unwrap() <= Instant::now();
+            assert_eq!(due, n < 8, "{n} pages are held");
+            if due {
+                let batch = pending.take_batch(true).unwrap();
+                pending.hold(batch.first, vec![(0, 1)]);
+                assert_eq!(pending.due(), None);
+            }
+        }
+        pending.recycle((0, 1));
+        pending.log(Record::new(RecordKind::Put, KeyKind::Chain, ChunkKey([9; 32])));
+        assert!(pending.due().unwrap() <= Instant::now());
     }
 }

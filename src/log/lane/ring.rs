@@ -29,6 +29,11 @@ impl JournalRing {
         self.pages.saturating_sub(self.next - tail)
     }
 
+    /// Whether at least half of the pages are held.
+    pub(in crate::log) fn is_half_full(&self) -> bool {
+        self.free() <= self.pages / 2
+    }
+
     /// Takes the number of the next page, to be [held](Self::hold) when it has been written. The
     /// number of a page that could not be written is not used again.
     pub(in crate::log) fn take(&mut self) -> u64 {

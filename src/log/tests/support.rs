@@ -29,7 +29,6 @@ pub(super) fn options(dir: &Path) -> LogOptions {
     LogOptions {
         capacity_bytes: 64 << 20,
         segment_bytes: Some(256 << 10),
-        commit_interval: Duration::from_millis(5),
         io_timeout: Duration::from_secs(10),
         io: IoOptions { engine: EngineChoice::Threads, numjobs: 2, ..IoOptions::default() },
         ..LogOptions::new(dir, geometry())
