@@ -405,11 +405,14 @@ def main():
             if part in parts:
                 measure()
     finally:
-        if bench.rows:
-            bench.write(args.write)
-        progress("removing what was measured with")
         set_huge_pages(huge_pages)
-        remove(directory)
+        try:
+            # Also where a part failed: the parts before it took minutes.
+            if bench.rows:
+                bench.write(args.write)
+        finally:
+            progress("removing what was measured with")
+            remove(directory)
 
 
 if __name__ == "__main__":
