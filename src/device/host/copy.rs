@@ -92,7 +92,9 @@ pub(super) unsafe fn copy_grid(src: *const u8, dst: *mut u8, grid: Grid, stores:
     // SAFETY: the caller's promise; `whole_lines` is what `stream_lines` asks for.
     unsafe {
         match g.bytes {
-            n if n >= VERY_LONG && (stores == Stores::Cached || library_goes_past()) => each(src, dst, g, |s, d| copy_nonoverlapping(s, d, n)),
+            n if n >= VERY_LONG && (stores == Stores::Cached || library_goes_past()) => {
+                each(src, dst, g, |s, d| copy_nonoverlapping(s, d, n))
+            }
             n if stores == Stores::Past && whole_lines => each(src, dst, g, |s, d| stream_lines(s, d, n)),
             n if stores == Stores::Past && n >= LONG => each(src, dst, g, |s, d| stream(s, d, n)),
             64 => each(src, dst, g, |s, d| copy_pieces::<64>(s, d)),
