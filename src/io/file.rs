@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use rustix::fs::{Advice, AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::fs::{Advice, AtFlags, FallocateFlags, MemfdFlags, OFlags, StatxFlags};
+use rustix::io::retry_on_intr;
 
 use super::buffer::IO_ALIGN;
 use super::mount::{self, DiskFile};
@@ -319,29 +319,6 @@ impl DirectFile {
         self.fallocate(FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len, "cannot punch a hole")
     }
 
-    /// Where from `offset` on the next byte lies that has space on the drive; `None` if there is
-    /// none. Space that is reserved and was never written may count as a hole. On a file system
-    /// that does not tell, everything has space.
-    ///
-    /// # Errors
-    /// `Io` when the operating system cannot say.
-    pub fn next_data(&self, offset: u64) -> Result<Option<u64>> {
-        if let Some(f) = &self.mounted {
-            return f.next_data(offset);
-        }
-        let what = "cannot ask for holes";
-        if i64::try_from(offset).is_err() {
-            return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
-        }
-        // Nobody uses the position that this moves.
-        match rustix::fs::seek(&self.file, SeekFrom::Data(offset)) {
-            Ok(found) => Ok(Some(found)),
-            Err(Errno::NXIO) => Ok(None),
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Some(offset)),
-            Err(e) => Err(Error::io(what, e.into()).at(&self.path).offset(offset)),
-        }
-    }
-
     fn fallocate(&self, mode: FallocateFlags, offset: u64, len: u64, what: &'static str) -> Result<()> {
         if i64::try_from(offset).is_err() || i64::try_from(len).is_err() {
             return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
@@ -505,6 +482,8 @@ fn dio_alignment(file: &File) -> Option<Alignment> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
     use super::*;
     use crate::io::AlignedBuf;
     use std::os::unix::fs::{MetadataExt, PermissionsExt};

@@ -68,12 +68,6 @@ pub trait DiskFile: Send + Sync {
     /// As [`DirectFile::punch_hole`].
     fn punch_hole(&self, offset: u64, len: u64) -> Result<()>;
 
-    /// Where from `offset` on the next byte lies that is not in a hole.
-    ///
-    /// # Errors
-    /// As [`DirectFile::next_data`].
-    fn next_data(&self, offset: u64) -> Result<Option<u64>>;
-
     /// Makes what was written durable.
     ///
     /// # Errors

@@ -85,14 +85,6 @@ impl Content {
         }
     }
 
-    /// Where from `offset` on the first page lies that is not a hole.
-    fn next_data(&self, offset: u64) -> Option<u64> {
-        let page = PAGE as u64;
-        (offset / page..self.len.div_ceil(page))
-            .find(|n| self.pages.get(*n as usize).is_some_and(Option::is_some))
-            .map(|n| offset.max(n * page))
-    }
-
     /// Pages that are not holes, with their offsets.
     pub fn data(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let pages = self.pages.iter().enumerate();
@@ -518,10 +510,6 @@ impl DiskFile for SimFile {
             return Err(self.error(ErrorKind::Unsupported, "the simulated disk has no holes"));
         }
         self.change(Op::Punch(offset, len))
-    }
-
-    fn next_data(&self, offset: u64) -> Result<Option<u64>> {
-        Ok(self.inode().now.next_data(offset))
     }
 
     fn sync_data(&self) -> Result<()> {

@@ -354,13 +354,13 @@ fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> 
     // A hole behind the file's end costs nothing, and shows whether the file system takes any: chunks
     // that are given up for a hole it refuses would be lost for nothing.
     lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
-    let mut is_punched =
-        !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty() || !cut.is_empty();
+    let mut is_erased = !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty() || !cut.is_empty();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
-            // Where none is taken, the file of an adopted lane becomes shorter by several at once.
-            is_punched |= lane.has_failed_a_hole() || has_data(lane, offset)?;
+            // That it reads as zeros already proves nothing: whoever opened the lane before may have
+            // died, or seen an error, between the punch and its flush.
+            is_erased = true;
             let is_given_back = lane.wipe_segment(number)?;
             // In a file without holes all of it has space.
             if !is_given_back && lane.role == LaneRole::Own && offset + lane.segment_bytes() <= data_bytes {
@@ -377,12 +377,7 @@ fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> 
         lane.data.set_len(data_bytes.next_multiple_of(PAGE_BYTES as u64))?;
         cut.iter().try_for_each(|(segment, page)| erase_listed(lane, *segment, &[*page]))?;
     }
-    if is_punched { lane.flush_erasures() } else { Ok(()) }
-}
-
-/// Whether slots may lie in a free segment. Space that was reserved and never written has none.
-fn has_data(lane: &Lane, offset: u64) -> Result<bool> {
-    Ok(lane.data.next_data(offset)?.is_some_and(|at| at < offset + lane.segment_bytes()))
+    if is_erased { lane.flush_erasures() } else { Ok(()) }
 }
 
 /// Makes gone slots unreadable, of which only the first page is known: their headers, if they are

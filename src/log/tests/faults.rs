@@ -541,6 +541,31 @@ fn that_a_segment_is_free_is_flushed_before_anything_else_is_done() {
     assert!(seen.get(freed + 1).is_some_and(|(op, _, of_index)| *op == Op::Flush && *of_index), "{seen:?}");
 }
 
+/// A free segment may read as zeros because of a hole that whoever opened the lane before had
+/// punched, and not flushed when it died. A removal would find nothing to flush there, and a power
+/// cut could bring the slots back to a rebuild.
+#[test]
+fn that_the_slots_of_free_segments_are_gone_is_flushed_by_whoever_opens_the_lane() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    assert!(store(&log, 50));
+    (0..5).for_each(|n| drop(log.remove(&[key(n)]).unwrap()));
+    assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
+    let slot = std::fs::read(lane_file(dir.path(), "data.kv")).unwrap()[..SLOT_BYTES as usize].to_vec();
+    assert!(slot.iter().all(|b| *b == 0), "the segment is not free");
+    let options = log.options().clone();
+    log.abandon();
+    drop(log);
+    reboot(dir.path());
+    switch.seen.lock().clear();
+    let log = Log::open(options).unwrap();
+    let seen = switch.seen.lock().clone();
+    assert!(seen.iter().any(|(op, _, of_index)| *op == Op::Flush && !of_index), "{seen:?}");
+    drop(log);
+}
+
 /// Otherwise the key could not be stored again, nor its segment be found empty, until the cache is
 /// opened anew.
 #[test]

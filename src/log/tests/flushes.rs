@@ -85,10 +85,6 @@ impl DiskFile for File {
         Ok(())
     }
 
-    fn next_data(&self, _: u64) -> Result<Option<u64>> {
-        Ok(None)
-    }
-
     fn sync_data(&self) -> Result<()> {
         self.0.done.lock().push("flush".to_owned());
         Ok(())
