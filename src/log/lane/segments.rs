@@ -432,11 +432,12 @@ impl Segments {
 
     /// How many listed slots of each segment, from the first on, are unreadable now: segment,
     /// epoch, count. Taken before a flush, for [`mark_gone_durable`](Self::mark_gone_durable) after
-    /// it.
+    /// it. Not of one that is being sealed: where that fails, its list begins anew.
     pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
         let count = |s: &Segment| s.gone.iter().take_while(|page| !s.going.contains(page)).count();
+        let sealed = self.iter().filter(|(_, s)| s.phase != SegmentPhase::Sealing);
         let counts =
-            self.iter().map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
+            sealed.map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
         counts.filter(|(.., settled, count)| settled < count).map(|(n, epoch, _, count)| (n, epoch, count)).collect()
     }
 
@@ -693,5 +694,25 @@ mod tests {
         let counts = segments.gone_counts();
         segments.mark_gone_durable(&counts);
         assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled == 1 && segments.gone_changed().is_empty());
+    }
+
+    #[test]
+    fn a_flush_during_a_seal_that_failed_settles_nothing_of_the_next_one() {
+        let mut segments = Segments::new(16, 8);
+        segments.add_ready(0);
+        let place = segments.place(Need { pages: 4, align: 1 }, None).unwrap();
+        [0, 2].into_iter().for_each(|page| segments.add(&record(page, 2)));
+        segments.end_put(place);
+        segments.close_open();
+        let (_, records) = segments.begin_seal(0).unwrap();
+        segments.note_gone(0, 1, 0);
+        segments.has_gone(0, 1, 0);
+        let counts = segments.gone_counts();
+        segments.undo_seal(0, records);
+        segments.begin_seal(0).unwrap();
+        segments.note_gone(0, 1, 2);
+        segments.mark_gone_durable(&counts);
+        segments.end_seal(0, 8192);
+        assert_eq!(segments.unsettled(), [(0, vec![2])]);
     }
 }

@@ -68,40 +68,57 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
 
 /// Gives copies their headers, and flushes: a crash must not leave the record of a copy without its
 /// bytes, while the original is freed. Takes out the copies whose originals are not served any
-/// more, for example because the key was removed meanwhile, and gives back their records. These
-/// copies never get a header, which could survive a power cut.
+/// more, for example because the key was removed meanwhile, and adds their records to `dropped`.
+/// These copies never get a header, which could survive a power cut.
 ///
 /// # Errors
-/// Those of the drive: then the headers are overwritten with zeros, if the drive still can.
-pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>) -> Result<Vec<Record>> {
-    let gone: Vec<Copy> = copies.extract_if(.., |copy| !copy.is_wanted(from)).collect();
-    if !copies.is_empty() {
-        let done = copies.iter().try_for_each(|copy| copy.write_header(own)).and_then(|()| own.flush_data());
-        if done.is_err() {
-            copies.iter().try_for_each(|copy| copy.blank(own))?;
-        }
-        done?;
+/// Those of the drive: then all copies go, and zeros over their headers, if the drive still can.
+pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>, dropped: &mut Vec<Record>) -> Result<()> {
+    dropped.extend(copies.extract_if(.., |copy| !copy.is_wanted(from)).map(|copy| copy.record));
+    if copies.is_empty() {
+        return Ok(());
     }
-    Ok(gone.iter().map(|copy| copy.record).collect())
+    let done = copies.iter().try_for_each(|copy| copy.write_header(own)).and_then(|()| own.flush_data());
+    if done.is_err() {
+        for copy in copies.drain(..) {
+            dropped.push(copy.record);
+            // The first error is the one to tell.
+            drop(copy.blank(own));
+        }
+    }
+    done
 }
 
-/// Publishes complete copies. Gives back the records of those that are not published, because their
-/// keys were removed, or reported bad, since.
-pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
-    let mut stayed = Vec::new();
+/// Publishes complete copies. Adds to `dropped` the records of those that are not published: their
+/// keys were removed, or reported bad, since, or the table has no room for them.
+///
+/// # Errors
+/// The first one. Every copy is published, or has zeros over its header if the drive still can.
+pub(super) fn publish_copies(
+    volume: &Volume,
+    own: &Arc<Lane>,
+    from: &Lane,
+    copies: Vec<Copy>,
+    dropped: &mut Vec<Record>,
+) -> Result<()> {
+    let mut done = Ok(());
     for copy in copies {
         let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
         let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..copy.record };
-        if publish(own, (from, &copy.claim), &copy.record, new)? {
-            volume.ctx.counters.moved.add(1);
-            volume.ctx.counters.moved_bytes.add(copy.slot_bytes);
-        } else {
-            copy.blank(own)?;
-            stayed.push(copy.record);
+        match publish(own, (from, &copy.claim), &copy.record, new) {
+            Ok(true) => {
+                volume.ctx.counters.moved.add(1);
+                volume.ctx.counters.moved_bytes.add(copy.slot_bytes);
+            }
+            outcome => {
+                dropped.push(copy.record);
+                let failed = outcome.err().filter(|e| e.kind() != ErrorKind::NoSpace).map_or(Ok(()), Err);
+                done = done.and(failed).and(copy.blank(own));
+            }
         }
         drop(copy.hold);
     }
-    Ok(stayed)
+    done
 }
 
 impl Copy {
@@ -119,9 +136,10 @@ impl Copy {
     /// Makes it unreadable: no entry names it, and a rebuild must not find it.
     fn blank(&self, own: &Lane) -> Result<()> {
         let pages = (self.slot_bytes / PAGE_BYTES as u64) as u32;
-        own.blank(self.place.segment, &SlotRange { page: self.place.page, pages, header_at: self.header_at })?;
+        let slot = SlotRange { page: self.place.page, pages, header_at: self.header_at };
+        let done = own.blank(self.place.segment, &slot);
         own.shared().iter().for_each(|s| s.note_erasure());
-        Ok(())
+        done
     }
 }
 

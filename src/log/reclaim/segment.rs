@@ -216,9 +216,10 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
     // Copies get headers only now: of two slots of which an entry names one, the original lies in a
     // condemned segment, and removals, also of other processes, wait for that.
-    plan.drop.extend(moves::complete(&own, lane, &mut copies)?);
+    let dropped = &mut plan.drop;
+    let completed = moves::complete(&own, lane, &mut copies, dropped);
     let has_moved = !copies.is_empty();
-    plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
+    let published = completed.and_then(|()| moves::publish_copies(volume, &own, lane, copies, dropped));
     let now_s = volume.ctx.now_s();
     // A key that the own lane has too was not moved, and is not lost.
     let is_elsewhere = |r: &Record| lane.number != own.number && own.get(&r.key).is_some();
@@ -226,6 +227,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let given_up = || plan.drop.iter().filter(|r: &&Record| !is_elsewhere(r));
     volume.ctx.counters.evicted.add(given_up().filter(is_live).count() as u64);
     volume.ctx.evicted.push(given_up());
+    published?;
     finish(volume, victim, &records, has_moved).map(|()| true)
 }
 

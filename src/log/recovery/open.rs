@@ -328,12 +328,11 @@ fn recover<'a>(
     let entries = reader.expected();
     let (mut recovery, mut found) = read(reader, make(entries)?)?;
     if recovery.lacks_room() {
-        // The lists of partial chunks take room too; how many there are is known only now. A
-        // removal would not find what is left out.
+        // The lists of partial chunks take room too; how many there are is known only now. There is
+        // no doing with less: a removal would not find what is left out.
         let needed = entries + recovery.partials();
         drop(recovery);
-        let table = make(needed).or_else(|_| make(entries))?;
-        (recovery, found) = read(Reader::survey(index, data, sb)?, table)?;
+        (recovery, found) = read(Reader::survey(index, data, sb)?, make(needed)?)?;
     }
     recovery.finish(found)
 }

@@ -13,6 +13,7 @@ use super::support::*;
 use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::slot::SlotHeader;
+use crate::index::Entry;
 use crate::io::{self, Faulty};
 use crate::log::lane::Lane;
 use crate::log::reclaim::steps;
@@ -155,4 +156,42 @@ fn what_is_removed_at_any_step_of_a_move_cannot_be_read_when_the_removal_has_ret
         assert!(steps > 2 * MOVED.len(), "the move is not seen: {steps} steps");
         (0..steps).for_each(|at| assert!(remove_at(at, by_other, of_adopted) > 0));
     }
+}
+
+/// Otherwise they could be read without an entry that a removal finds, and nobody would learn that
+/// their chunks are gone.
+#[test]
+fn copies_for_which_the_table_has_no_room_are_unreadable_and_told() {
+    let dir = temp();
+    let dead = Log::open(small(dir.path())).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..small(dir.path()) }).unwrap();
+    (0..10).for_each(|n| assert!(store(&dead, n)));
+    dead.flush().unwrap();
+    dead.abandon();
+    drop(dead);
+    log.turn(Turn::Scan);
+    assert!(store(&log, 20));
+    for n in MOVED {
+        assert_eq!(log.lookup(&[key(n)]), 1);
+        log.turn(Turn::Maintain);
+    }
+    let table = log.volumes[0].own().unwrap().table();
+    let like = table.get(&key(20)).unwrap();
+    let full = (1000..20_000).filter(|n| table.insert(&Entry { key: key(*n), ..like }).is_err()).count();
+    assert!(full > 10_000, "the table is full");
+    drop(log.take_evicted(usize::MAX));
+    let evicted = log.stats().evicted;
+    assert!(steps::reclaim_one(&log.volumes[0]));
+    assert_eq!(log.stats().moved, 0);
+    let lanes: Vec<_> = log.volumes[0].lanes().held().cloned().collect();
+    let told = log.take_evicted(usize::MAX);
+    for n in MOVED {
+        assert!(!has(&log, n) && told.contains(&key(n)));
+    }
+    assert_eq!(log.stats().evicted - evicted, told.len() as u64);
+    assert_eq!(lanes.len(), 2);
+    let bytes = std::fs::read(lanes[0].data.path()).unwrap();
+    let is_of = |page: &[u8], n: &u64| SlotHeader::decode(page).is_ok_and(|(header, _)| header.key == key(*n));
+    let slots = |n: &u64| bytes.chunks(PAGE_BYTES).filter(|page| is_of(page, n)).count();
+    assert!(MOVED.iter().all(|n| slots(n) == 0), "copies that can be read");
 }

@@ -243,6 +243,26 @@ fn what_was_removed_long_ago_stays_removed_when_its_segment_is_free() {
     (2000..2400).for_each(|n| assert!(store(&log, n), "the lane is written on"));
 }
 
+/// Its segment counts as sealed from then on: nothing would wipe the slot, an opening that finds the
+/// region damaged would serve it, and a removal before that would not know of it.
+#[test]
+fn what_was_never_published_is_made_unreadable() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..small(dir.path()) }).unwrap();
+    assert!(store(&log, 0));
+    log.flush().unwrap();
+    assert!(store(&log, 1));
+    let [named, unnamed] = [0, 1].map(|n| SlotPlace::of(&log, n));
+    log.abandon();
+    drop(log);
+    again(dir.path(), RebuildOptions { dry_run: true, ..KEEP }).unwrap();
+    assert!(unnamed.is_readable(), "nothing is written");
+    assert_eq!(again(dir.path(), KEEP).unwrap().chunks, 1);
+    assert!(named.is_readable() && !unnamed.is_readable());
+    let log = Log::open(small(dir.path())).unwrap();
+    assert!(has(&log, 0) && !has(&log, 1));
+}
+
 #[test]
 fn a_segment_that_was_given_up_stays_so_without_the_index() {
     let dir = temp();

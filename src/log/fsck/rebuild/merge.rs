@@ -20,6 +20,8 @@ pub(super) struct Merged {
     pub(super) max_sequence: u64,
     pub(super) old_records: u64,
     pub(super) left_out: Vec<BadSlot>,
+    /// Where the headers of slots lie that are intact and were never published.
+    pub(super) unnamed: Vec<u64>,
 }
 
 /// All that was found of one segment.
@@ -63,7 +65,7 @@ pub(super) fn merge(
             all.entry(h.segment).or_default().slots.push(slot);
         }
     }
-    let mut merged = Merged { segments: Vec::new(), max_sequence: 0, old_records: 0, left_out: Vec::new() };
+    let mut merged = Merged { segments: Vec::new(), max_sequence: 0, old_records: 0, left_out: Vec::new(), unnamed: Vec::new() };
     for (number, evidence) in all.into_iter().filter(|(n, _)| *n < 1 << 24) {
         let is_cut = old.regions_end.is_none_or(|end| number >= end);
         let ring_counts = ring_is_whole && !is_cut && !old.damaged_regions.contains(&number);
@@ -109,9 +111,12 @@ fn one(
         let counts = !is_whole || in_index.is_some();
         if slot.is_intact(data, len)? {
             end = slot.start + slot.bytes();
-            // Only the old index has the hotness.
-            let hotness = in_index.map_or(0, |r| r.hotness);
-            records.extend(counts.then_some(Record { hotness, ..record }));
+            if counts {
+                // Only the old index has the hotness.
+                records.push(Record { hotness: in_index.map_or(0, |r| r.hotness), ..record });
+            } else {
+                merged.unnamed.push(slot.at);
+            }
         } else if counts {
             let what = "an extent is damaged or cut off".to_owned();
             merged.left_out.push(BadSlot { lane: 0, key: slot.header.key, offset: slot.start, what, late: false });

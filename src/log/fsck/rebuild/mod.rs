@@ -2,7 +2,9 @@
 //!
 //! Within a segment the highest epoch counts that its region, a record of the ring or a slot names.
 //! Every intact slot of that epoch counts, but where the index is whole only those that it names:
-//! the others were never published.
+//! the others were never published, and zeros are written over their headers. The new index has
+//! their segment as sealed, and of what is readable in a sealed segment a damaged region hides
+//! nothing.
 //!
 //! * this file: the steps, and a superblock where both are lost;
 //! * `slots`: finds slots by their headers; `old`: reads what is left of the old index;
@@ -14,7 +16,7 @@ mod slots;
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, fchown};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, fchown};
 use std::path::Path;
 
 use self::merge::{Merged, merge};
@@ -211,6 +213,7 @@ fn put_in_place(
     backup: bool,
 ) -> Result<()> {
     let dir = &files.dir;
+    blank(files, &merged.unnamed)?;
     remove(files, INDEX_NEW)?;
     let create = CacheFileOptions { write: true, create: Some(0o600), exclusive: true, ..CacheFileOptions::default() };
     let new = dir.open_file_in(INDEX_NEW, &create)?;
@@ -226,6 +229,17 @@ fn put_in_place(
     // It was made from the old index.
     remove(files, TABLE_SHM)?;
     dir.sync()
+}
+
+/// Writes zeros over the slot headers at these offsets in data.kv, and flushes it.
+fn blank(files: &LaneDir, headers: &[u64]) -> Result<()> {
+    if headers.is_empty() {
+        return Ok(());
+    }
+    let data = files.dir.open_file_in(DATA, &CacheFileOptions { write: true, ..CacheFileOptions::default() })?;
+    let zeros = [0; PAGE_BYTES];
+    let done = headers.iter().try_for_each(|at| data.write_all_at(&zeros, *at)).and_then(|()| data.sync_data());
+    done.map_err(|e| Error::io("cannot make slots unreadable that were never published", e).at(files.file(DATA)))
 }
 
 /// Gives a file the owner and permissions of another one, so that the server can open it.

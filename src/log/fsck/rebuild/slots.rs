@@ -21,6 +21,8 @@ const PIECE_BYTES: usize = 4 << 20;
 pub(super) struct FoundSlot {
     pub(super) header: SlotHeader,
     pub(super) crc: u32,
+    /// Where the header lies in data.kv.
+    pub(super) at: u64,
     /// Where the slot starts in data.kv, if it lies where the header says.
     pub(super) start: u64,
     /// Where its segment starts, if so.
@@ -57,7 +59,7 @@ fn placed(header: SlotHeader, crc: u32, bytes: &[u8], at: u64) -> Option<FoundSl
     };
     let start = at.checked_sub(gap)?;
     let base = start.checked_sub(u64::from(header.page) * PAGE_BYTES as u64)?;
-    Some(FoundSlot { header, crc, start, base })
+    Some(FoundSlot { header, crc, at, start, base })
 }
 
 impl FoundSlot {
