@@ -3,7 +3,12 @@
 
 mod objects_world;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
 use forebay::config::{Codec, DriveSettings, Placement, Settings};
+use forebay::io::{Fault, Op, Request};
+use forebay::key::object_key;
 use forebay::log::fsck::{LaneDir, RawLane, deep, lanes};
 use forebay::objects::ObjectStore;
 use objects_world::*;
@@ -61,6 +66,49 @@ fn a_key_has_one_value_over_several_drives() {
         assert_eq!(delete(&store, &keys[..10]), [true; 10]);
         assert_eq!(exists(&store, &keys[..10]), [false; 10]);
     }
+}
+
+#[test]
+fn a_drive_that_hangs_leaves_staging_for_the_others() {
+    let (a, b) = (dir(), dir());
+    let mut settings = two_drives(a.path(), b.path(), Placement::Stripe);
+    (settings.io_timeout_ms, settings.staging, settings.store_staging) = (2000, 8 << 20, 8 << 20);
+    let (hung, met) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let (on, meets, of_a) = (Arc::clone(&hung), Arc::clone(&met), a.path().to_owned());
+    let rule = move |_: u64, r: &Request| {
+        let is_transfer = matches!(r.op, Op::Read | Op::Write) && r.file.path().ends_with("data.kv");
+        let hangs = is_transfer && r.file.path().starts_with(&of_a) && on.load(Ordering::SeqCst);
+        meets.fetch_add(usize::from(hangs), Ordering::SeqCst);
+        hangs.then_some(Fault::Hang)
+    };
+    let mut options = options(&settings);
+    options.drive_factory = Some(faulty(rule.clone(), rule));
+    let store = ObjectStore::open_with(options).unwrap();
+    let names: Vec<String> = (0..60).map(|n| format!("{n}")).collect();
+    assert!(put(&store, names.iter().map(|name| object(name, 1, 400_000)).collect()).all_ok());
+    let is_on_a = |name: &&str| {
+        let chunk = store.log().unwrap().locate(&object_key(name.as_bytes()), LONG).unwrap();
+        chunk.file.path().starts_with(a.path())
+    };
+    let (on_a, on_b): (Vec<&str>, Vec<&str>) = names.iter().map(String::as_str).partition(is_on_a);
+    hung.store(true, Ordering::SeqCst);
+    let (of_b, of_a) = std::thread::scope(|scope| {
+        let of_a = scope.spawn(|| get(&store, &on_a, 400_000));
+        // Staging has eight slots, and no more than four may wait for reads of one drive.
+        until(|| met.load(Ordering::SeqCst) >= 3);
+        (get(&store, &on_b, 400_000), of_a.join().unwrap())
+    });
+    assert!(
+        of_b.len() > 10 && of_b.iter().all(|(got, _)| got.ok),
+        "{:?}",
+        of_b.iter().map(|(got, _)| got.cause).collect::<Vec<_>>()
+    );
+    assert!(of_a.len() > 10 && of_a.iter().all(|(got, _)| !got.ok));
+    // A put waits for those of its own drive alone.
+    let put = |n: usize| store.submit_put(vec![object(&format!("new {n}"), 1, 700_000)], Default::default()).unwrap();
+    let ids: Vec<u64> = (0..100).map(put).collect();
+    let stored = ids.into_iter().filter(|id| store.wait(*id, LONG).unwrap().all_ok()).count();
+    assert!(stored >= 30, "{stored} of 100, of which half belong on the drive that works");
 }
 
 #[test]

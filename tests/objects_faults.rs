@@ -131,6 +131,33 @@ fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
 }
 
 #[test]
+fn gets_of_a_drive_that_reads_nothing_end_although_puts_go_on() {
+    let dir = dir();
+    let (hung, over) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
+    let on = Arc::clone(&hung);
+    let mut settings = settings(dir.path());
+    (settings.io_timeout_ms, settings.staging) = (200, 2 << 20);
+    let mut options = options(&settings);
+    let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && r.op == Op::Read).then_some(Fault::Hang);
+    options.drive_factory = Some(faulty(rule, |_, _| None));
+    let store = ObjectStore::open_with(options).unwrap();
+    assert!(put(&store, vec![object("longer than staging", 1, 9 * MIB)]).all_ok());
+    hung.store(true, Ordering::SeqCst);
+    const MOST: usize = 20_000;
+    let (got, puts) = std::thread::scope(|scope| {
+        let puts = scope.spawn(|| {
+            let going = (0..MOST).take_while(|_| !over.load(Ordering::SeqCst));
+            going.map(|n| put_one(&store, &format!("{n}"), 1, 100)).count()
+        });
+        let got = get_one(&store, "longer than staging", 9 * MIB);
+        over.store(true, Ordering::SeqCst);
+        (got, puts.join().unwrap())
+    });
+    assert_eq!(got, Err(ObjectCause::TimedOut));
+    assert!(puts > 0 && puts < MOST, "it ended only when the puts had");
+}
+
+#[test]
 fn a_crash_between_the_parts_and_the_head_leaves_nothing() {
     let dir = dir();
     let hold = Hold::new(is_head);

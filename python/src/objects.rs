@@ -10,6 +10,7 @@ use forebay::objects::{
     PutOptions,
 };
 use forebay::{Error, ErrorKind};
+use pyo3::PyTypeInfo as _;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
@@ -74,11 +75,14 @@ impl PyObjectStore {
         &self,
         kind: BatchKind,
         asked: &Bound<'_, PyAny>,
-        items: PyResult<T>,
+        parse: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>,
         submit: impl FnOnce(&ObjectStore, T) -> forebay::Result<u64>,
     ) -> PyResult<u64> {
         let store = self.get_store()?;
-        match items {
+        // Of what can be read only once, the number of keys would not be known afterwards.
+        let listed = if asked.len().is_err() { PyList::type_object(asked.py()).call1((asked,)).ok() } else { None };
+        let asked = listed.as_ref().unwrap_or(asked);
+        match parse(asked) {
             Ok(items) => submit(store, items).py(),
             Err(why) => store.submit_invalid(kind, asked.len().unwrap_or(0), why.to_string()).py(),
         }
@@ -237,24 +241,27 @@ impl PyObjectStore {
         ttl_s: Option<f64>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.submit(BatchKind::Put, items, puts(items, ttl_s, dtype), |store, (puts, options)| {
-            store.submit_put(puts, options)
-        })
+        self.submit(
+            BatchKind::Put,
+            items,
+            |items| puts(items, ttl_s, dtype),
+            |store, (puts, options)| store.submit_put(puts, options),
+        )
     }
 
     /// Begins a get and returns its number.
     fn submit_get(&self, items: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.submit(BatchKind::Get, items, gets(items), ObjectStore::submit_get)
+        self.submit(BatchKind::Get, items, gets, ObjectStore::submit_get)
     }
 
     /// Begins a question and returns its number.
     fn submit_exists(&self, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.submit(BatchKind::Exists, keys, self::keys(keys), ObjectStore::submit_exists)
+        self.submit(BatchKind::Exists, keys, self::keys, ObjectStore::submit_exists)
     }
 
     /// Begins a removal and returns its number.
     fn submit_delete(&self, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.submit(BatchKind::Delete, keys, self::keys(keys), ObjectStore::submit_delete)
+        self.submit(BatchKind::Delete, keys, self::keys, ObjectStore::submit_delete)
     }
 
     /// Takes the completions that are there, as tuples with names. Never waits.

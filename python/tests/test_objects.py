@@ -113,6 +113,7 @@ def test_a_submit_answers_for_what_it_cannot_do(cache: Path) -> None:
     gaps = np.zeros((4, 4))[:, 0]
     submits = [
         (store.submit_get({"a": b"1", "b": bytearray(1)}), "get", 2, "read-only"),
+        (store.submit_get(iter([("a", bytearray(1)), ("b", b"1")])), "get", 2, "read-only"),
         (store.submit_put({"a": gaps}), "put", 1, "gaps"),
         (store.submit_put({"a": b"1"}, ttl_s=-1), "put", 1, "ttl_s"),
         (store.submit_exists("a"), "exists", 1, "list of keys"),

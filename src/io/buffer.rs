@@ -124,6 +124,12 @@ impl Buf {
         self.1 = None;
     }
 
+    /// The same memory; `guard` is dropped right after it has been given back.
+    #[must_use]
+    pub fn guarded(self, guard: impl Send + 'static) -> Self {
+        Self(Box::new(Guarded(self.0, guard)), self.1)
+    }
+
     /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -185,6 +191,28 @@ impl Buf {
 impl fmt::Debug for Buf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buf").field("len", &self.len()).field("place", &self.place()).finish_non_exhaustive()
+    }
+}
+
+/// Memory, and what is dropped after it.
+struct Guarded<G>(Box<dyn IoBuf>, G);
+
+// SAFETY: it owns other I/O memory, and adds nothing to it.
+unsafe impl<G: Send + 'static> IoBuf for Guarded<G> {
+    fn as_mut_ptr(&self) -> *mut u8 {
+        self.0.as_mut_ptr()
+    }
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    fn place(&self) -> MemorySpace {
+        self.0.place()
+    }
+    fn is_shared(&self) -> bool {
+        self.0.is_shared()
+    }
+    fn region(&self) -> Option<(u64, usize)> {
+        self.0.region()
     }
 }
 

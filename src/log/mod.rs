@@ -326,9 +326,15 @@ impl Log {
     /// dropped. For a part of an object it is the object's key.
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<crate::key::ChunkKey> {
-        let mut keys = self.ctx.evicted.take(most);
+        let mut keys = self.take_evicted_slots(most);
         keys.retain(|key| !self.contains(key));
         keys
+    }
+
+    /// As [`take_evicted`](Self::take_evicted), also with keys that are stored: of an object in
+    /// parts a part alone may have gone.
+    pub(crate) fn take_evicted_slots(&self, most: usize) -> Vec<crate::key::ChunkKey> {
+        self.ctx.evicted.take(most)
     }
 
     /// How many keys [`take_evicted`](Self::take_evicted) has lost, because they were not taken in

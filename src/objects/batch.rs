@@ -58,7 +58,7 @@ causes! {
     BadKey = "bad_key",
     /// The value is empty or longer than 1 GiB.
     BadLength = "bad_length",
-    /// The caller cancelled the batch.
+    /// The caller cancelled the batch, or the key was removed while it was being stored.
     Cancelled = "cancelled",
     /// The store is closed or disabled.
     Closed = "closed",
@@ -236,16 +236,18 @@ impl ObjectBatch {
     }
 
     /// Ends the batch: what has no result yet gets `cause`. Nothing of the caller's memory is
-    /// touched for it after the end, which comes now, or as soon as the kernel has let go of it.
-    pub(super) fn end_early(&self, cause: ObjectCause) {
+    /// touched for it after the end, which comes now, or as soon as the kernel has let go of it;
+    /// whether it comes now.
+    pub(super) fn end_early(&self, cause: ObjectCause) -> bool {
         self.gate.close();
         let mut holds = self.holds.lock();
         if holds.held > 0 {
             holds.ending.get_or_insert(cause);
-            return;
+            return false;
         }
         drop(holds);
         self.give_up(cause);
+        true
     }
 
     /// What has no result yet gets `cause`. The gate is closed and nothing is held.

@@ -128,6 +128,11 @@ impl Completions {
         }
     }
 
+    /// Waits until a batch is not under way any more.
+    pub(super) fn wait_ended(&self, id: u64) {
+        self.ended.wait_while(&mut self.state.lock(), |state| state.active.contains_key(&id));
+    }
+
     fn take(&self, state: &mut CompletionState, id: u64) -> Option<ObjectCompletion> {
         if let Some(completion) = state.withheld.get_mut(&id).and_then(Option::take) {
             state.withheld.remove(&id);

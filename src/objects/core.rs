@@ -3,7 +3,6 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -29,9 +28,6 @@ pub(super) struct Core {
     pub(super) counters: Arc<ObjectCounters>,
     pub(super) removal: RemovalThread,
     pub(super) io_timeout: Duration,
-    /// Whether a put has waited for room in vain, and none has found any since: later puts do not
-    /// wait.
-    pub(super) starved: AtomicBool,
     /// Objects in parts that are being stored. The log knows of them only when their heads are
     /// written.
     pub(super) storing: Mutex<HashSet<ChunkKey>>,

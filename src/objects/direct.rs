@@ -12,7 +12,7 @@ use parking_lot::{Mutex, RwLock};
 use super::batch::{ObjectBatch, ObjectCause};
 use super::core::Core;
 use super::request::{ObjectMemory, Span};
-use super::work::{Permit, StagingNeed};
+use super::work::{StagingNeed, StagingShare};
 use crate::device::{HostMemory, KvMemory as _};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::{Extent, SlotLayout};
@@ -181,7 +181,7 @@ impl DirectMemory {
         self,
         core: &Arc<Core>,
         batch: &Arc<ObjectBatch>,
-        permit: Permit,
+        permit: StagingShare,
         ended: impl FnOnce(Outcome<crc32fast::Hasher>) + Send + 'static,
     ) -> Option<(Buf, Verdict)> {
         let Some(hold) = KernelHold::new(batch) else {

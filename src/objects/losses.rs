@@ -50,7 +50,7 @@ impl Losses {
 
     /// Takes the objects that were lost since the last call and have not been stored anew.
     pub(super) fn take(&self, log: &Log) -> Evicted {
-        let gone = log.take_evicted(usize::MAX);
+        let gone = log.take_evicted_slots(usize::MAX);
         let mut state = self.0.lock();
         let mut keys: Vec<ChunkKey> = state.bad.get_or_insert_default().drain(..).collect();
         let missed = state.missed + log.evicted_missed();

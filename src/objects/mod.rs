@@ -370,7 +370,10 @@ impl ObjectStore {
     pub fn cancel(&self, id: u64) -> bool {
         let batch = self.check().ok().and_then(|()| self.completions.active(id));
         let Some(batch) = batch else { return false };
-        batch.end_early(ObjectCause::Cancelled);
+        if batch.end_early(ObjectCause::Cancelled) {
+            // A worker that has just answered the last key may be about to end it.
+            self.completions.wait_ended(id);
+        }
         true
     }
 

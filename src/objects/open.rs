@@ -1,7 +1,6 @@
 //! From settings to a running store: the namespace of its objects, staging, log, workers.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use super::core::Core;
@@ -106,10 +105,10 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let opening = Opening::start(Box::new(open), on_failure, every)?;
     let io_timeout = settings.io_timeout();
     let removal = RemovalThread::start(Arc::clone(&opening))?;
-    let work = Workers::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
-    let (counters, starved) = (Arc::default(), AtomicBool::new(false));
-    let (storing, pins, losses) = Default::default();
-    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved, storing, registered, pins, losses }))
+    let (workers, drives) = (settings.worker_threads(), settings.drives.len());
+    let work = Workers::new(load_pool, store_pool, (workers, drives, io_timeout + io_timeout / 2))?;
+    let (counters, storing, pins, losses) = Default::default();
+    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, storing, registered, pins, losses }))
 }
 
 fn open_log(

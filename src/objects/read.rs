@@ -16,7 +16,7 @@ use super::core::{Core, Done, Pieces};
 use super::direct::{self, DirectMemory, Piece};
 use super::names::has_name;
 use super::request::ObjectMemory;
-use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed};
+use super::work::{Grant, Staged, StagingClass, StagingNeed, StagingShare};
 use crate::format::exp4::CodedShape;
 use crate::format::layout::{OBJECT_EXTENT_BYTES, SlotCodec};
 use crate::format::slot::SlotHeader;
@@ -84,13 +84,13 @@ impl SlotRead {
         };
         let state = Mutex::new((Pieces::new(pieces.len(), is_coded), None));
         let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
-        let (done, is_late) = (Mutex::new(Some(done)), AtomicBool::new(false));
+        let (done, is_late, drive) = (Mutex::new(Some(done)), AtomicBool::new(false), self.chunk.drive);
         let reading = Arc::new(Reading { read: self, pieces, state, done, is_late });
         let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
             let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
             (need, Box::new(move |grant| reading.piece(&core, n, grant)))
         };
-        core.work.stage(StagingClass::Load, needs.into_iter().enumerate().map(job).collect());
+        core.work.stage(StagingClass::Load, drive, needs.into_iter().enumerate().map(job).collect());
     }
 }
 
@@ -137,7 +137,7 @@ impl Reading {
 
     /// Reads a piece into the caller's memory and checks it there. It has ended when the kernel has
     /// let go of that memory, which may be long after the time-out.
-    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
+    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, StagingShare)) {
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let ended = move |end| own.ended(&again, n, end);
         let Some((buf, verdict)) = memory.lend(core, &self.read.batch, permit, ended) else { return };

@@ -4,12 +4,15 @@
 //! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
 //! staging buffer of their direction is free, or a permit where they need no buffer, those that go
 //! on with a slot before those that open one; batches are planned when no other job can run. While
-//! a put waits for room in the log no further slots are opened: they would take staging that the
-//! puts under way need to end, and a segment is sealed only when these have ended.
+//! a put waits for room on a drive no further slots are opened there: they would take staging that
+//! the puts under way need to end, and a segment is sealed only when these have ended.
+//!
+//! Each drive has queues of its own, and takes turns with the others. A drive that hangs keeps what
+//! its transfers hold, so it gets no more than what is left free for the others.
 //!
 //! Invariants: every staged job is called once, with a buffer or with the reason why it gets none;
-//! when none of them has been started for `patience`, all are given up. No buffer is dropped and no
-//! job is run under the lock.
+//! when none of a drive and a direction has been started for `patience`, these are given up. No
+//! buffer is dropped and no job is run under the lock.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -39,7 +42,7 @@ pub(super) enum StagingNeed {
 /// What a staged job has got.
 pub(super) enum Grant {
     Buffer(Buf),
-    Permit(Permit),
+    Permit(StagingShare),
 }
 
 /// Which staging a job wants.
@@ -53,26 +56,78 @@ pub(super) enum StagingClass {
     Open,
 }
 
+impl StagingClass {
+    /// The direction: 0 for reading, 1 for writing.
+    const fn side(self) -> usize {
+        match self {
+            Self::Load => 0,
+            Self::Store | Self::Open => 1,
+        }
+    }
+}
+
 /// Batches are not planned while more jobs than this wait for staging: each holds a lease or a
 /// place in a segment.
 const MANY: usize = 4096;
 
+/// The jobs of one drive and one direction.
+#[derive(Default)]
+struct DriveQueue {
+    /// Those that read, or go on with a slot.
+    jobs: VecDeque<(StagingNeed, Staged)>,
+    /// Those that open a slot.
+    opens: VecDeque<(StagingNeed, Staged)>,
+    /// Staging buffers and permits that its transfers hold.
+    held: [usize; 2],
+    /// When a job was started last, or waiting for staging began.
+    moved: Option<Instant>,
+    /// Puts that wait for room.
+    without_room: usize,
+    /// A put has waited for room in vain, and none has found any since: later puts do not wait.
+    is_starved: bool,
+}
+
+impl DriveQueue {
+    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<(StagingNeed, Staged)> {
+        if way == StagingClass::Open { &mut self.opens } else { &mut self.jobs }
+    }
+
+    /// What the next job of this kind needs, if it waits for nothing else.
+    fn need(&self, way: StagingClass) -> Option<StagingNeed> {
+        let queue = match way {
+            StagingClass::Open if self.without_room > 0 => return None,
+            StagingClass::Open => &self.opens,
+            StagingClass::Load | StagingClass::Store => &self.jobs,
+        };
+        queue.front().map(|(need, _)| *need)
+    }
+
+    /// Whether a job waits for nothing but a buffer or a permit.
+    fn waits(&self) -> bool {
+        [StagingClass::Store, StagingClass::Open].into_iter().any(|way| self.need(way).is_some())
+    }
+
+    /// When its jobs are given up, unless one is started before.
+    fn stalls_at(&self, now: Instant, patience: Duration) -> Option<Instant> {
+        self.waits().then(|| self.moved.unwrap_or(now) + patience)
+    }
+
+    fn take(&mut self) -> Vec<Staged> {
+        self.jobs.drain(..).chain(self.opens.drain(..)).map(|(_, job)| job).collect()
+    }
+}
+
 #[derive(Default)]
 struct WorkState {
     ready: VecDeque<Job>,
-    loads: VecDeque<(StagingNeed, Staged)>,
-    stores: VecDeque<(StagingNeed, Staged)>,
-    opens: VecDeque<(StagingNeed, Staged)>,
-    /// Permits in use, of loads and of stores.
-    direct: [usize; 2],
-    /// Puts that wait for room.
-    without_room: usize,
+    /// For reading and for writing, by drive.
+    drives: [Vec<DriveQueue>; 2],
     begins: VecDeque<Job>,
     later: Vec<(Instant, Job)>,
     /// Whether stores come before loads, as the last staged job was a load.
     prefers_stores: bool,
-    /// When a staged job was started last, or waiting for staging began.
-    moved: Option<Instant>,
+    /// The drive whose turn it is.
+    turn: usize,
     stop: bool,
 }
 
@@ -93,34 +148,16 @@ pub(super) struct Workers {
 }
 
 impl WorkState {
-    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<(StagingNeed, Staged)> {
-        match way {
-            StagingClass::Load => &mut self.loads,
-            StagingClass::Store => &mut self.stores,
-            StagingClass::Open => &mut self.opens,
-        }
-    }
-
-    /// Whether a job of this kind waits for nothing but a buffer or a permit.
-    fn wants(&self, way: StagingClass) -> bool {
-        match way {
-            StagingClass::Load => !self.loads.is_empty(),
-            StagingClass::Store => !self.stores.is_empty(),
-            StagingClass::Open => !self.opens.is_empty() && self.without_room == 0,
-        }
-    }
-
-    fn wants_any(&self) -> bool {
-        [StagingClass::Load, StagingClass::Store, StagingClass::Open].into_iter().any(|way| self.wants(way))
+    fn of(&mut self, side: usize, drive: usize) -> Option<&mut DriveQueue> {
+        self.drives.get_mut(side)?.get_mut(drive)
     }
 
     fn staged(&self) -> usize {
-        self.loads.len() + self.stores.len() + self.opens.len()
+        self.drives.iter().flatten().map(|queue| queue.jobs.len() + queue.opens.len()).sum()
     }
 
     fn take_staged(&mut self) -> Vec<Staged> {
-        let queues = [&mut self.loads, &mut self.stores, &mut self.opens].into_iter();
-        queues.flat_map(|queue| queue.drain(..)).map(|(_, job)| job).collect()
+        self.drives.iter_mut().flatten().flat_map(DriveQueue::take).collect()
     }
 
     fn take_due(&mut self, now: Instant) -> Option<Job> {
@@ -133,9 +170,11 @@ impl Workers {
     pub(super) fn new(
         load_pool: Arc<StagingPool>,
         store_pool: Arc<StagingPool>,
-        (workers, patience): (usize, Duration),
+        (workers, drives, patience): (usize, usize, Duration),
     ) -> Result<Arc<Self>> {
-        let (state, changed, threads) = Default::default();
+        let queues = || (0..drives.max(1)).map(|_| DriveQueue::default()).collect();
+        let state = Mutex::new(WorkState { drives: [queues(), queues()], ..WorkState::default() });
+        let (changed, threads) = Default::default();
         let work = Arc::new(Self { state, changed, load_pool, store_pool, patience, threads });
         for pool in [&work.load_pool, &work.store_pool] {
             let weak: Weak<Self> = Arc::downgrade(&work);
@@ -196,13 +235,14 @@ impl Workers {
         drop(self.add(job, |s, job| s.later.push((Instant::now() + wait, job))));
     }
 
-    /// Jobs that each want a staging buffer or a permit.
-    pub(super) fn stage(&self, way: StagingClass, jobs: Vec<(StagingNeed, Staged)>) {
+    /// Jobs on a drive that each want a staging buffer or a permit.
+    pub(super) fn stage(&self, way: StagingClass, drive: usize, jobs: Vec<(StagingNeed, Staged)>) {
         let refused = self.add(jobs, |state, jobs| {
-            if !state.wants_any() {
-                state.moved = Some(Instant::now());
+            let Some(queue) = state.of(way.side(), drive) else { return };
+            if !queue.waits() {
+                queue.moved = Some(Instant::now());
             }
-            state.queue(way).extend(jobs);
+            queue.queue(way).extend(jobs);
             self.changed.notify_all();
         });
         for (_, job) in refused.into_iter().flatten() {
@@ -210,25 +250,67 @@ impl Workers {
         }
     }
 
-    /// Says that a put waits for room in the log: no further slots are opened until the returned
-    /// value is dropped.
-    pub(super) fn without_room(self: &Arc<Self>) -> WithoutRoom {
-        self.state.lock().without_room += 1;
-        WithoutRoom(Arc::clone(self))
+    /// Says that a put waits for room on a drive: no further slots are opened there until the
+    /// returned value is dropped.
+    pub(super) fn without_room(self: &Arc<Self>, drive: usize) -> WithoutRoom {
+        self.of_stores(drive, |queue| queue.without_room += 1);
+        WithoutRoom(Arc::clone(self), drive)
+    }
+
+    /// Whether a put has waited for room on a drive in vain, and none has found any since.
+    pub(super) fn is_starved(&self, drive: usize) -> bool {
+        self.of_stores(drive, |queue| queue.is_starved).unwrap_or_default()
+    }
+
+    pub(super) fn set_starved(&self, drive: usize, is_starved: bool) {
+        self.of_stores(drive, |queue| queue.is_starved = is_starved);
+    }
+
+    fn of_stores<T>(&self, drive: usize, what: impl FnOnce(&mut DriveQueue) -> T) -> Option<T> {
+        self.state.lock().of(StagingClass::Store.side(), drive).map(what)
     }
 
     /// Gets what the next job of a queue waits for, if there is one left.
-    fn grant(self: &Arc<Self>, state: &mut WorkState, way: StagingClass) -> Option<Grant> {
-        match state.queue(way).front()?.0 {
-            StagingNeed::Buffer => self.pool(way).try_take().map(Grant::Buffer),
-            StagingNeed::Permit => {
-                let place = usize::from(way != StagingClass::Load);
-                let most = self.pool(way).slots();
-                let used = state.direct.get_mut(place).filter(|used| **used < most)?;
-                *used += 1;
-                Some(Grant::Permit(Permit(Arc::clone(self), place)))
-            }
+    fn grant(self: &Arc<Self>, state: &mut WorkState, way: StagingClass, drive: usize) -> Option<Grant> {
+        let (side, pool) = (way.side(), self.pool(way));
+        let queues = state.drives.get_mut(side)?;
+        let (drives, slots) = (queues.len(), pool.slots());
+        let need = queues.get(drive)?.need(way)?;
+        let held = |queue: &DriveQueue| queue.held.get(need as usize).copied().unwrap_or_default();
+        let free = slots.saturating_sub(queues.iter().map(held).sum());
+        let others = queues.iter().enumerate().filter(|(number, _)| *number != drive);
+        let idle = others.filter(|(_, other)| held(other) == 0).count();
+        let queue = queues.get_mut(drive)?;
+        let leaves_enough = match way {
+            _ if drives == 1 => true,
+            // What is under way has to end: it leaves one for each drive that has none, where there
+            // are not too few for that.
+            StagingClass::Store => free > idle || slots < 4 * drives,
+            StagingClass::Load | StagingClass::Open => held(queue) < free,
+        };
+        if !leaves_enough {
+            return None;
         }
+        let share = || StagingShare { work: Arc::clone(self), side, drive, need };
+        let grant = match need {
+            StagingNeed::Buffer => Grant::Buffer(pool.try_take()?.guarded(share())),
+            StagingNeed::Permit => Grant::Permit((free > 0).then(share)?),
+        };
+        queue.held.iter_mut().skip(need as usize).take(1).for_each(|held| *held += 1);
+        Some(grant)
+    }
+
+    /// The next job of this kind for which there is staging, with it.
+    fn granted(self: &Arc<Self>, state: &mut WorkState, way: StagingClass, now: Instant) -> Option<(Staged, Grant)> {
+        let drives = state.drives.get(way.side()).map_or(0, Vec::len);
+        for drive in (state.turn..drives).chain(0..state.turn) {
+            let Some(grant) = self.grant(state, way, drive) else { continue };
+            state.turn = (drive + 1) % drives;
+            let queue = state.of(way.side(), drive)?;
+            queue.moved = Some(now);
+            return Some((queue.queue(way).pop_front()?.1, grant));
+        }
+        None
     }
 
     fn next(self: &Arc<Self>) -> NextJob {
@@ -248,12 +330,8 @@ impl Workers {
                 [StagingClass::Load, StagingClass::Store, StagingClass::Open]
             };
             for way in order {
-                if state.wants(way)
-                    && let Some(grant) = self.grant(&mut state, way)
-                    && let Some((_, job)) = state.queue(way).pop_front()
-                {
+                if let Some((job, grant)) = self.granted(&mut state, way, now) {
                     state.prefers_stores = way == StagingClass::Load;
-                    state.moved = Some(now);
                     return NextJob::Stage(job, grant);
                 }
             }
@@ -262,11 +340,13 @@ impl Workers {
             {
                 return NextJob::Run(job);
             }
-            let stalled_at = state.wants_any().then(|| state.moved.unwrap_or(now) + self.patience);
-            if stalled_at.is_some_and(|at| at <= now) {
-                return NextJob::GiveUp(state.take_staged(), ObjectCause::TimedOut);
+            let stalls_at = |queue: &DriveQueue| queue.stalls_at(now, self.patience);
+            let is_stalled = |queue: &&mut DriveQueue| stalls_at(queue).is_some_and(|at| at <= now);
+            if let Some(stalled) = state.drives.iter_mut().flatten().find(is_stalled) {
+                return NextJob::GiveUp(stalled.take(), ObjectCause::TimedOut);
             }
-            match state.later.iter().map(|(when, _)| *when).chain(stalled_at).min() {
+            let stalls = state.drives.iter().flatten().filter_map(stalls_at);
+            match state.later.iter().map(|(when, _)| *when).chain(stalls).min() {
                 Some(until) => drop(self.changed.wait_until(&mut state, until)),
                 None => self.changed.wait(&mut state),
             }
@@ -308,28 +388,35 @@ impl Workers {
     }
 }
 
-/// The right to one transfer between the drive and the caller's memory. There are as many as there
-/// are staging buffers of the direction, so that the drive's queue cannot overflow.
-pub(super) struct Permit(Arc<Workers>, usize);
+/// What one transfer on a drive holds: of staging buffers, or of the permits for transfers between
+/// the drive and the caller's memory, of which there are as many, so that the drive's queue cannot
+/// overflow.
+pub(super) struct StagingShare {
+    work: Arc<Workers>,
+    side: usize,
+    drive: usize,
+    need: StagingNeed,
+}
 
-impl Drop for Permit {
+impl Drop for StagingShare {
     fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        if let Some(used) = state.direct.get_mut(self.1) {
-            *used = used.saturating_sub(1);
+        let mut state = self.work.state.lock();
+        if let Some(held) = state.of(self.side, self.drive).and_then(|queue| queue.held.get_mut(self.need as usize)) {
+            *held = held.saturating_sub(1);
         }
-        self.0.changed.notify_one();
+        self.work.changed.notify_one();
     }
 }
 
-/// A put waits for room in the log.
-pub(super) struct WithoutRoom(Arc<Workers>);
+/// A put waits for room on a drive.
+pub(super) struct WithoutRoom(Arc<Workers>, usize);
 
 impl Drop for WithoutRoom {
     fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        state.without_room = state.without_room.saturating_sub(1);
-        state.moved = Some(Instant::now());
+        self.0.of_stores(self.1, |queue| {
+            queue.without_room = queue.without_room.saturating_sub(1);
+            queue.moved = Some(Instant::now());
+        });
         self.0.changed.notify_all();
     }
 }

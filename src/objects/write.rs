@@ -10,7 +10,6 @@
 //! cannot be sealed.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -19,7 +18,7 @@ use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
 use super::direct::{self, DirectMemory, Piece};
 use super::request::ObjectMemory;
-use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed, WithoutRoom};
+use super::work::{Grant, Staged, StagingClass, StagingNeed, StagingShare, WithoutRoom};
 use crate::error::ErrorKind;
 use crate::format::exp4::CodedShape;
 use crate::format::layout::{Extent, OBJECT_EXTENT_BYTES, SlotCodec, SlotLayout};
@@ -41,44 +40,60 @@ pub(super) enum Stored {
     WasThere,
 }
 
-/// Takes a place in the log for `spec`; where there is no room yet, this is tried for a while.
-/// `then` is called once, here or on a worker; with `None` where the object is stored already.
-fn begin(core: &Arc<Core>, log: Arc<Log>, spec: Box<PutSpec>, then: Done<Option<Put>>) {
-    let starved = core.starved.load(Ordering::Relaxed);
-    let deadline = Instant::now() + if starved { Duration::ZERO } else { PATIENCE };
-    begin_until(core, log, spec, (deadline, None, then));
+/// A put that gets a place in the log, or waits for one.
+struct Begin {
+    log: Arc<Log>,
+    /// The drive that most likely takes it.
+    drive: usize,
+    deadline: Instant,
+    waiting: Option<WithoutRoom>,
+    /// Called once, here or on a worker; with `None` where the object is stored already.
+    then: Option<Done<Option<Put>>>,
+    core: Arc<Core>,
 }
 
-fn begin_until(
-    core: &Arc<Core>,
-    log: Arc<Log>,
-    spec: Box<PutSpec>,
-    (deadline, waiting, then): (Instant, Option<WithoutRoom>, Done<Option<Put>>),
-) {
-    match log.begin_put(spec) {
-        Ok(PutOutcome::Started(put)) => {
-            core.starved.store(false, Ordering::Relaxed);
-            then(core, Ok(Some(put)));
+impl Begin {
+    fn then(&mut self, outcome: Outcome<Option<Put>>) {
+        if let Some(then) = self.then.take() {
+            then(&self.core, outcome);
         }
-        Ok(PutOutcome::AlreadyThere) => then(core, Ok(None)),
-        Ok(PutOutcome::NoRoom(spec) | PutOutcome::NotAdmitted(Refusal::Quota, spec)) if Instant::now() < deadline => {
-            let waiting = waiting.unwrap_or_else(|| core.work.without_room());
-            let own = Arc::clone(core);
-            let again = move || begin_until(&own, log, spec, (deadline, Some(waiting), then));
-            core.work.later(PAUSE, Box::new(again));
+    }
+}
+
+impl Drop for Begin {
+    /// The workers were stopped while it waited.
+    fn drop(&mut self) {
+        self.then(Err(ObjectCause::Closed));
+    }
+}
+
+/// Takes a place in the log for `spec`; where there is no room yet, this is tried for a while.
+fn begin(mut put: Begin, spec: Box<PutSpec>) {
+    let core = Arc::clone(&put.core);
+    match put.log.begin_put(spec) {
+        Ok(PutOutcome::Started(started)) => {
+            core.work.set_starved(started.drive(), false);
+            put.then(Ok(Some(started)));
         }
-        Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => then(core, Err(ObjectCause::Budget)),
+        Ok(PutOutcome::AlreadyThere) => put.then(Ok(None)),
+        Ok(PutOutcome::NoRoom(spec) | PutOutcome::NotAdmitted(Refusal::Quota, spec))
+            if Instant::now() < put.deadline =>
+        {
+            put.waiting.get_or_insert_with(|| core.work.without_room(put.drive));
+            core.work.later(PAUSE, Box::new(move || begin(put, spec)));
+        }
+        Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => put.then(Err(ObjectCause::Budget)),
         Ok(not) => {
-            core.starved.store(true, Ordering::Relaxed);
+            core.work.set_starved(put.drive, true);
             let is_quota = matches!(not, PutOutcome::NotAdmitted(..));
-            then(core, Err(if is_quota { ObjectCause::Quota } else { ObjectCause::NoSpace }));
+            put.then(Err(if is_quota { ObjectCause::Quota } else { ObjectCause::NoSpace }));
         }
         // No drive takes puts. One that has failed is tried again after a longer time than a put
         // waits.
-        Err(e) if e.kind() == ErrorKind::Busy => then(core, Err(ObjectCause::NoSpace)),
+        Err(e) if e.kind() == ErrorKind::Busy => put.then(Err(ObjectCause::NoSpace)),
         Err(e) => {
             tracing::debug!(error = %e, "an object was not stored");
-            then(core, Err(ObjectCause::of(&e)));
+            put.then(Err(ObjectCause::of(&e)));
         }
     }
 }
@@ -119,16 +134,17 @@ impl SlotWrite {
             }
         };
         let need = pieces.first().map_or(StagingNeed::Buffer, Piece::need);
+        let drive = self.log.drive_for(&self.spec);
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |grant| match grant {
             Ok(_) if self.batch.gate.is_closed() => done(&own, Err(ObjectCause::Cancelled)),
-            Ok(grant) => self.begin(&own, (pieces, grant), done),
+            Ok(grant) => self.begin(&own, drive, (pieces, grant), done),
             Err(cause) => done(&own, Err(cause)),
         });
-        core.work.stage(StagingClass::Open, vec![(need, first)]);
+        core.work.stage(StagingClass::Open, drive, vec![(need, first)]);
     }
 
-    fn begin(self, core: &Arc<Core>, (pieces, grant): (Vec<Piece>, Grant), done: Done<Stored>) {
+    fn begin(self, core: &Arc<Core>, drive: usize, (pieces, grant): (Vec<Piece>, Grant), done: Done<Stored>) {
         let Self { log, spec, source, batch } = self;
         let again = Arc::clone(&log);
         let then: Done<Option<Put>> = Box::new(move |core, put| match put {
@@ -138,7 +154,9 @@ impl SlotWrite {
                 done(core, not.map(|_| Stored::WasThere));
             }
         });
-        begin(core, log, spec, then);
+        let patience = if core.work.is_starved(drive) { Duration::ZERO } else { PATIENCE };
+        let (deadline, core) = (Instant::now() + patience, Arc::clone(core));
+        begin(Begin { log, drive, deadline, waiting: None, then: Some(then), core }, spec);
     }
 }
 
@@ -150,6 +168,7 @@ impl Writing {
         (pieces, grant, done): (Vec<Piece>, Grant, Done<Stored>),
     ) {
         let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
+        let drive = put.drive();
         let writing = Arc::new(Self {
             payload_offset: put.layout().extents.first().map_or(0, |first| first.offset),
             layout: put.layout().clone(),
@@ -166,7 +185,7 @@ impl Writing {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
             (need, Box::new(move |grant| writing.piece(&core, n, grant)))
         };
-        core.work.stage(StagingClass::Store, needs.into_iter().enumerate().skip(1).map(job).collect());
+        core.work.stage(StagingClass::Store, drive, needs.into_iter().enumerate().skip(1).map(job).collect());
         writing.piece(core, 0, Ok(grant));
     }
 
@@ -222,7 +241,7 @@ impl Writing {
 
     /// Takes the CRC of a piece in the caller's memory and writes it from there. The piece ends
     /// when the kernel has let go of that memory.
-    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
+    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, StagingShare)) {
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let ended = move |end| own.ended(&again, n, end);
         let Some((buf, verdict)) = memory.lend(core, &self.batch, permit, ended) else { return };

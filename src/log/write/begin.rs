@@ -41,6 +41,12 @@ impl Log {
         self.begin(spec.into(), Some(Instant::now() + wait))
     }
 
+    /// The number of the drive that would take this put now; 0 where none takes any.
+    #[must_use]
+    pub fn drive_for(&self, spec: &PutSpec) -> usize {
+        self.choose(spec).map_or(0, |volume| volume.number)
+    }
+
     /// Bytes of the largest slot that fits a segment on every drive.
     #[must_use]
     pub fn max_slot_bytes(&self) -> u64 {
