@@ -7,8 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use forebay::config::{EvictionPolicy, StoreWhen};
-use forebay::connector::{AddRequest, ConnectorOptions, EngineLookup, Scheduler};
+use forebay::config::{EvictionPolicy, OnOpenFailure, StoreWhen};
+use forebay::connector::{
+    AddRequest, ConnectorOptions, EngineLookup, PrefixLookup as _, RanksLookup, Scheduler, StepMeta, Worker,
+};
 use forebay::engine::{Engine, Prompt};
 use forebay::io::{Fault, Op};
 use forebay::key::Extra;
@@ -219,4 +221,33 @@ fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
     s.request_finished("a", None);
     turn_over();
     assert_eq!(there(&promised), 0, "nothing keeps it any more");
+}
+
+#[test]
+fn a_cache_that_opens_late_is_looked_into_from_then_on() {
+    let mut world = world();
+    world.settings.on_open_failure = OnOpenFailure::Disable;
+    let missing = world.path().join("not/there/yet");
+    world.settings.drives[0].path.clone_from(&missing);
+    let mut late = world.options();
+    late.reopen_every = Duration::from_millis(5);
+    let engine = Arc::new(Engine::open_with(late).unwrap());
+    let options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], CHUNK)).unwrap();
+    let mut w = Worker::new(options, Arc::clone(&engine), Arc::clone(&world.kv().kv)).unwrap();
+    let mut lookup = RanksLookup::new(&world.settings, 1, Duration::from_secs(60));
+    let mut step = |w: &mut Worker| {
+        let reported = w.build_connector_worker_meta();
+        let report = reported.filter(|report| report.identity.is_some())?;
+        lookup.reported(&report);
+        w.start_load_kv(StepMeta { acknowledged: vec![0], ..StepMeta::default() }, None);
+        Some(lookup.unseen())
+    };
+    assert_eq!(step(&mut w), Some(1));
+    assert_eq!(step(&mut w), None, "said once");
+    std::fs::create_dir_all(missing.parent().unwrap()).unwrap();
+    while !engine.is_up() {
+        std::thread::yield_now();
+    }
+    assert_eq!(step(&mut w), Some(0));
+    assert_eq!(step(&mut w), None, "said once");
 }

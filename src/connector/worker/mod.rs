@@ -184,6 +184,8 @@ pub struct Worker {
     reported_step: u64,
     /// Who this is, until the scheduler has acknowledged it.
     identity: Option<WorkerIdentity>,
+    /// The cache has been open: the identity says where it lies.
+    was_up: bool,
     /// Another worker stores the same KV.
     is_silent: bool,
     report: WorkerMeta,
@@ -198,6 +200,7 @@ impl Worker {
     pub fn new(options: ConnectorOptions, engine: Arc<Engine>, kv: Arc<PagedKv>) -> Result<Self> {
         options.validate()?;
         Ok(Self {
+            was_up: engine.is_up(),
             identity: Some(WorkerIdentity::new(&engine)),
             is_silent: options.silent,
             options,
@@ -307,6 +310,10 @@ impl Worker {
     pub fn build_connector_worker_meta(&mut self) -> Option<WorkerMeta> {
         self.poll_loads();
         self.poll_saves();
+        // The cache could not be opened at the start, and now the scheduler can look into it.
+        if !self.was_up && self.engine.is_up() {
+            (self.was_up, self.identity) = (true, Some(WorkerIdentity::new(&self.engine)));
+        }
         if self.options.events {
             self.report.evicted = self.engine.take_evicted(EVICTED).into_iter().map(|key| key.0).collect();
             let remote = self.engine.take_remote_changes(EVICTED).into_iter();

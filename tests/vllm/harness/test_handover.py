@@ -74,3 +74,13 @@ def test_a_promise_that_is_wrong_costs_time_and_nothing_else(tmp_path: Path, dev
     finish(server)
     assert server.loaded_tokens == 0
     server.close()
+
+
+@pytest.mark.parametrize("params", ["text", 5, ["num_transferred_tokens"], True])
+def test_parameters_that_are_no_dictionary_count_as_none(tmp_path: Path, device: str, params: object) -> None:
+    server = Server(Shape(device=device), tmp_path)
+    # A client sets these through `vllm_xargs`: vLLM does not check what they are.
+    server.ask("a", PROMPT, 4, kv_transfer_params=params)
+    finish(server)
+    assert server.loaded_tokens == 0
+    server.close()
