@@ -43,5 +43,11 @@ def test_settings_that_are_wrong_are_named(cache: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             main(["--linker", "--cache-dir", str(cache), "--set", item])
         assert item.partition("=")[0] in capsys.readouterr().err
-    assert main(["--cache-dir", str(cache / "missing")]) == 1
+    assert main(["--cache-dir", str(cache / "missing" / "drive")]) == 1
     assert "is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.ci
+def test_the_server_makes_a_directory_that_is_missing(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cache-dir", str(cache / "missing")]) == 0
+    assert str(cache / "missing") in capsys.readouterr().out

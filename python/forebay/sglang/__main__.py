@@ -42,7 +42,7 @@ def flags(given: dict[str, str], is_linker: bool = False) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(prog="python -m forebay.sglang", description="Prints the flags to start SGLang with.")
-    parser.add_argument("--cache-dir", required=True, help="an existing directory on a local drive")
+    parser.add_argument("--cache-dir", required=True, help="a directory on a local drive; the server makes it where it is missing")
     parser.add_argument("--capacity", help="bytes that it may take, such as 200GiB")
     parser.add_argument("--linker", action="store_true", help="layer by layer into GPU memory, instead of through HiCache's host memory")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting, or namespace, fingerprint")
@@ -64,8 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if asked.linker and resolved["mode"] == "ro":
         parser.error("mode: ro with --linker: a damaged page stays, so every request that needs it would end with an error; set mode: rw")
-    if not Path(asked.cache_dir).is_dir():
-        print(f"python -m forebay.sglang: {asked.cache_dir} is no directory; make it, on a local drive", file=sys.stderr)
+    folder = Path(asked.cache_dir).absolute()
+    if not (folder if folder.exists() else folder.parent).is_dir():
+        print(f"python -m forebay.sglang: {asked.cache_dir} is no directory, and cannot be made; name one on a local drive", file=sys.stderr)
         return 1
     print(" ".join(shlex.quote(flag) for flag in flags(given, asked.linker)))
     return 0
