@@ -55,25 +55,19 @@ def numbers_media(vllm_config: VllmConfig) -> bool:
     return media is not None and media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching
 
 
-def parameters(request: Request) -> dict[str, Any]:
-    """A request's `kv_transfer_params`. Clients can set them to anything through `vllm_xargs`: what is no dictionary counts as none."""
-    params = request.kv_transfer_params
-    return params if isinstance(params, dict) else {}
-
-
 def skips(request: Request) -> tuple[bool, bool]:
     """Whether this request asks not to be stored, and not to be loaded.
 
     vLLM's own `skip_reading_prefix_cache` (prompt log probabilities) means that nothing may be loaded.
     """
-    params = parameters(request)
+    params = request.kv_transfer_params or {}
     skip_load = any(params.get(name) for name in SKIP_LOAD) or bool(request.skip_reading_prefix_cache)
     return any(params.get(name) for name in SKIP_SAVE), skip_load
 
 
 def transferred(request: Request) -> int:
     """Tokens that another server says it has stored or is storing; 0 where none does, and for what is no such number."""
-    tokens = parameters(request).get(TRANSFERRED)
+    tokens = (request.kv_transfer_params or {}).get(TRANSFERRED)
     return tokens if isinstance(tokens, int) and tokens > 0 else 0
 
 

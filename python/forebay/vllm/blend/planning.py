@@ -91,7 +91,7 @@ class Planner:
 
     def takes(self, request: Request) -> bool:
         """Whether a new request is blended; from then on it is this planner's."""
-        params = extra.parameters(request)
+        params = request.kv_transfer_params or {}
         if SEGMENTS not in params and params.get(BLEND, False) is False:
             return False
         try:
