@@ -188,10 +188,11 @@ impl SharedLane {
         self.inner.lease_on(segment, epoch, env).is_some()
     }
 
-    /// Segments with a lease that has not expired.
+    /// Segments with a lease that has not expired, whatever use of them it is on.
     #[must_use]
-    pub fn leased_segments(&self, now_ns: u64) -> usize {
-        self.inner.leased(now_ns).len()
+    pub fn leased_segments(&self, now_ns: u64) -> Vec<u32> {
+        let leased = self.inner.leased(now_ns).into_iter().map(|(segment, _)| segment);
+        leased.filter(|segment| *segment < self.segments()).collect()
     }
 }
 

@@ -62,7 +62,7 @@ impl LaneDir {
             index::SharedLane::attach(&file, ctx::boot_id().ok()?, ctx::holder("self").ok()?, Access::ReadOnly).ok()?;
         let mut shared = LaneActivity {
             writer_pid: lane.writer().pid,
-            leased: lane.leased_segments(crate::io::boot_clock_ns()) as u64,
+            leased: lane.leased_segments(crate::io::boot_clock_ns()).len() as u64,
             ..LaneActivity::default()
         };
         for view in (0..lane.segments()).filter_map(|n| lane.segment(n)) {

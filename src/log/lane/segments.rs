@@ -646,6 +646,16 @@ impl Segments {
         epoch
     }
 
+    /// As [`give_up`](Self::give_up), for one that holds nothing, whether it was ever used or not.
+    pub(in crate::log) fn leave_out(&mut self, segment: u32) {
+        while self.list.len() <= segment as usize {
+            self.list.push(Segment::absent(1));
+        }
+        if self.get(segment).is_some_and(|s| s.phase == SegmentPhase::Absent) {
+            self.give_up(segment);
+        }
+    }
+
     /// Takes a segment out of use, as a write to it that timed out may still be done.
     pub(in crate::log) fn give_up(&mut self, segment: u32) {
         if let Some(s) = self.get_mut(segment) {

@@ -343,8 +343,12 @@ fn recover<'a>(
 /// slots are missing.
 fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> {
     journal::seal_full(lane)?;
+    let leased = lane.shared().map(|shared| lane.ctx.with_lease_env(|env| shared.leased_segments(env.now_ns)));
     let (absent, unsettled) = {
-        let state = lane.state()?;
+        let mut state = lane.state()?;
+        // What another process holds of a use that no record names may be its write of zeros, which
+        // the drive does long after it timed out.
+        leased.into_iter().flatten().for_each(|segment| state.segments.leave_out(segment));
         let absent: Vec<u32> =
             state.segments.iter().filter(|(_, s)| s.phase() == SegmentPhase::Absent).map(|(n, _)| n).collect();
         (absent, state.segments.unsettled())

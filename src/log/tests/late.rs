@@ -12,6 +12,8 @@ use crate::error::ErrorKind;
 use crate::io::{self, AlignedBuf, Fault, Faulty, Op, Request};
 use crate::log::{Log, LogOptions};
 
+const SEGMENT_BYTES: u64 = 128 << 10;
+
 /// A queue whose writes to data.kv hang while `hanging` is set.
 struct Hanging {
     log: Arc<Log>,
@@ -20,6 +22,10 @@ struct Hanging {
 }
 
 fn open_hanging(dir: &Path) -> Hanging {
+    open_hanging_with(dir, false)
+}
+
+fn open_hanging_with(dir: &Path, foreground: bool) -> Hanging {
     let hanging = Arc::new(AtomicBool::new(false));
     let queue: Arc<Mutex<Option<Arc<Faulty>>>> = Arc::default();
     let (hangs, made) = (Arc::clone(&hanging), Arc::clone(&queue));
@@ -37,9 +43,10 @@ fn open_hanging(dir: &Path) -> Hanging {
     };
     let options = LogOptions {
         capacity_bytes: 4 << 20,
-        segment_bytes: Some(128 << 10),
+        segment_bytes: Some(SEGMENT_BYTES),
         policy: crate::index::Reclaim::Fifo,
         io_timeout: Duration::from_millis(300),
+        foreground,
         drive_factory: Some(Arc::new(factory)),
         ..options(dir)
     };
@@ -126,6 +133,27 @@ fn the_segment_of_zeros_that_hang_in_another_process_is_not_used_again_before_th
     remover.hanging.store(true, Ordering::SeqCst);
     assert!(remover.log.remove(&[key(3)]).is_err());
     holder.waits_for(&remover);
+}
+
+/// The holder died before its journal had the chunk, so that nothing says that the segment is used.
+#[test]
+fn the_segment_of_zeros_that_hang_in_another_process_is_not_used_by_the_next_holder_either() {
+    let dir = temp();
+    let holder = open_hanging_with(dir.path(), true);
+    assert!(store(&holder.log, 3));
+    let segment_of = |log: &Log, n: u64| log.locate(&key(n), PIN).unwrap().slot_offset / SEGMENT_BYTES;
+    let held = segment_of(&holder.log, 3);
+    let remover = open_hanging(dir.path());
+    remover.hanging.store(true, Ordering::SeqCst);
+    assert!(remover.log.remove(&[key(3)]).is_err());
+    holder.log.abandon();
+    drop(holder);
+    let next = open_hanging_with(dir.path(), true);
+    assert!(!has(&next.log, 3));
+    for n in 10..20 {
+        assert!(store(&next.log, n));
+        assert_ne!(segment_of(&next.log, n), held, "the zeros would land in what is stored there");
+    }
 }
 
 #[test]
