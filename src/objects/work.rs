@@ -149,7 +149,9 @@ pub(super) struct Workers {
 
 impl WorkState {
     fn of(&mut self, side: usize, drive: usize) -> Option<&mut DriveQueue> {
-        self.drives.get_mut(side)?.get_mut(drive)
+        let queues = self.drives.get_mut(side)?;
+        let last = queues.len().checked_sub(1)?;
+        queues.get_mut(drive.min(last))
     }
 
     fn staged(&self) -> usize {
