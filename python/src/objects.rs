@@ -80,9 +80,14 @@ impl PyObjectStore {
     ) -> PyResult<u64> {
         let store = self.get_store()?;
         // Of what can be read only once, the number of keys would not be known afterwards.
-        let listed = if asked.len().is_err() { PyList::type_object(asked.py()).call1((asked,)).ok() } else { None };
-        let asked = listed.as_ref().unwrap_or(asked);
-        match parse(asked) {
+        let is_iterator = asked.len().is_err() && asked.try_iter().is_ok();
+        let listed = is_iterator.then(|| PyList::type_object(asked.py()).call1((asked,))).transpose();
+        let (asked, parsed) = match &listed {
+            Ok(Some(listed)) => (listed, parse(listed)),
+            Ok(None) => (asked, parse(asked)),
+            Err(why) => (asked, Err(why.clone_ref(asked.py()))),
+        };
+        match parsed {
             Ok(items) => submit(store, items).py(),
             Err(why) => store.submit_invalid(kind, asked.len().unwrap_or(0), why.to_string()).py(),
         }

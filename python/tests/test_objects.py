@@ -114,6 +114,7 @@ def test_a_submit_answers_for_what_it_cannot_do(cache: Path) -> None:
     submits = [
         (store.submit_get({"a": b"1", "b": bytearray(1)}), "get", 2, "read-only"),
         (store.submit_get(iter([("a", bytearray(1)), ("b", b"1")])), "get", 2, "read-only"),
+        (store.submit_exists(word[5] for word in ("long enough", "short", "")), "exists", 0, "index out of range"),
         (store.submit_put({"a": gaps}), "put", 1, "gaps"),
         (store.submit_put({"a": b"1"}, ttl_s=-1), "put", 1, "ttl_s"),
         (store.submit_exists("a"), "exists", 1, "list of keys"),

@@ -8,7 +8,8 @@
 //! the puts under way need to end, and a segment is sealed only when these have ended.
 //!
 //! Each drive has queues of its own, and takes turns with the others. A drive that hangs keeps what
-//! its transfers hold, so it gets no more than what is left free for the others.
+//! its transfers hold. So reads, and slots that are opened, get no more of it than they leave free,
+//! and slots under way leave one for each drive that has none.
 //!
 //! Invariants: every staged job is called once, with a buffer or with the reason why it gets none;
 //! when none of a drive and a direction has been started for `patience`, these are given up. No
@@ -126,8 +127,8 @@ struct WorkState {
     later: Vec<(Instant, Job)>,
     /// Whether stores come before loads, as the last staged job was a load.
     prefers_stores: bool,
-    /// The drive whose turn it is.
-    turn: usize,
+    /// The drive whose turn it is, for reading and for writing.
+    turn: [usize; 2],
     stop: bool,
 }
 
@@ -302,17 +303,43 @@ impl Workers {
         Some(grant)
     }
 
-    /// The next job of this kind for which there is staging, with it.
-    fn granted(self: &Arc<Self>, state: &mut WorkState, way: StagingClass, now: Instant) -> Option<(Staged, Grant)> {
-        let drives = state.drives.get(way.side()).map_or(0, Vec::len);
-        for drive in (state.turn..drives).chain(0..state.turn) {
-            let Some(grant) = self.grant(state, way, drive) else { continue };
-            state.turn = (drive + 1) % drives;
-            let queue = state.of(way.side(), drive)?;
-            queue.moved = Some(now);
-            return Some((queue.queue(way).pop_front()?.1, grant));
+    /// The next job of this kind on a drive with the staging that it needs, if there is any.
+    fn start(
+        self: &Arc<Self>,
+        state: &mut WorkState,
+        (way, drive): (StagingClass, usize),
+        now: Instant,
+    ) -> Option<NextJob> {
+        let grant = self.grant(state, way, drive)?;
+        let queue = state.of(way.side(), drive)?;
+        queue.moved = Some(now);
+        let (_, job) = queue.queue(way).pop_front()?;
+        state.prefers_stores = way == StagingClass::Load;
+        Some(NextJob::Stage(job, grant))
+    }
+
+    /// As [`start`](Self::start), on the drive whose turn it is.
+    fn start_any(self: &Arc<Self>, state: &mut WorkState, way: StagingClass, now: Instant) -> Option<NextJob> {
+        let side = way.side();
+        let (drives, turn) = (state.drives.get(side)?.len(), *state.turn.get(side)?);
+        for drive in (turn..drives).chain(0..turn) {
+            if let Some(next) = self.start(state, (way, drive), now) {
+                state.turn.iter_mut().skip(side).take(1).for_each(|turn| *turn = (drive + 1) % drives);
+                return Some(next);
+            }
         }
         None
+    }
+
+    /// Of a drive and direction of which no job has been started for long: a job, or the end of all.
+    fn unstall(self: &Arc<Self>, state: &mut WorkState, now: Instant) -> Option<NextJob> {
+        let is_stalled = |queue: &DriveQueue| queue.stalls_at(now, self.patience).is_some_and(|at| at <= now);
+        let stalled = |queues: &Vec<DriveQueue>| queues.iter().position(is_stalled);
+        let (side, drive) =
+            state.drives.iter().enumerate().find_map(|(side, queues)| Some((side, stalled(queues)?)))?;
+        let ways = [StagingClass::Load, StagingClass::Store, StagingClass::Open].into_iter();
+        let started = ways.filter(|way| way.side() == side).find_map(|way| self.start(state, (way, drive), now));
+        started.or_else(|| Some(NextJob::GiveUp(state.of(side, drive)?.take(), ObjectCause::TimedOut)))
     }
 
     fn next(self: &Arc<Self>) -> NextJob {
@@ -325,29 +352,24 @@ impl Workers {
             if let Some(job) = state.ready.pop_front().or_else(|| state.take_due(now)) {
                 return NextJob::Run(job);
             }
+            if let Some(next) = self.unstall(&mut state, now) {
+                return next;
+            }
             let stores_first = [StagingClass::Store, StagingClass::Open, StagingClass::Load];
             let order = if state.prefers_stores {
                 stores_first
             } else {
                 [StagingClass::Load, StagingClass::Store, StagingClass::Open]
             };
-            for way in order {
-                if let Some((job, grant)) = self.granted(&mut state, way, now) {
-                    state.prefers_stores = way == StagingClass::Load;
-                    return NextJob::Stage(job, grant);
-                }
+            if let Some(next) = order.into_iter().find_map(|way| self.start_any(&mut state, way, now)) {
+                return next;
             }
             if state.staged() < MANY
                 && let Some(job) = state.begins.pop_front()
             {
                 return NextJob::Run(job);
             }
-            let stalls_at = |queue: &DriveQueue| queue.stalls_at(now, self.patience);
-            let is_stalled = |queue: &&mut DriveQueue| stalls_at(queue).is_some_and(|at| at <= now);
-            if let Some(stalled) = state.drives.iter_mut().flatten().find(is_stalled) {
-                return NextJob::GiveUp(stalled.take(), ObjectCause::TimedOut);
-            }
-            let stalls = state.drives.iter().flatten().filter_map(stalls_at);
+            let stalls = state.drives.iter().flatten().filter_map(|queue| queue.stalls_at(now, self.patience));
             match state.later.iter().map(|(when, _)| *when).chain(stalls).min() {
                 Some(until) => drop(self.changed.wait_until(&mut state, until)),
                 None => self.changed.wait(&mut state),

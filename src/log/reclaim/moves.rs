@@ -80,11 +80,10 @@ pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>, dropped:
     }
     let done = copies.iter().try_for_each(|copy| copy.write_header(own)).and_then(|()| own.flush_data());
     if done.is_err() {
-        for copy in copies.drain(..) {
-            dropped.push(copy.record);
-            // The first error is the one to tell.
-            drop(copy.blank(own));
-        }
+        dropped.extend(copies.iter().map(|copy| copy.record));
+        // A drive that fails one of them may take as long over each of the others. The first error
+        // is the one to tell.
+        drop(copies.drain(..).try_for_each(|copy| copy.blank(own)));
     }
     done
 }
@@ -101,7 +100,7 @@ pub(super) fn publish_copies(
     copies: Vec<Copy>,
     dropped: &mut Vec<Record>,
 ) -> Result<()> {
-    let mut done = Ok(());
+    let (mut done, mut blanked) = (Ok(()), Ok(()));
     for copy in copies {
         let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
         let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..copy.record };
@@ -113,12 +112,14 @@ pub(super) fn publish_copies(
             outcome => {
                 dropped.push(copy.record);
                 let failed = outcome.err().filter(|e| e.kind() != ErrorKind::NoSpace).map_or(Ok(()), Err);
-                done = done.and(failed).and(copy.blank(own));
+                done = done.and(failed);
+                // A drive that fails one of them may take as long over each of the others.
+                blanked = blanked.and_then(|()| copy.blank(own));
             }
         }
         drop(copy.hold);
     }
-    done
+    done.and(blanked)
 }
 
 impl Copy {
