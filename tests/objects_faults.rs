@@ -106,17 +106,22 @@ fn reads_and_writes_that_fail_cost_only_their_keys() {
     }
 }
 
-#[test]
-fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
-    let dir = dir();
+/// A store with little staging, of which reads hang while the flag is set.
+fn with_hanging_reads(dir: &std::path::Path) -> (ObjectStore, Arc<AtomicBool>) {
     let hung = Arc::new(AtomicBool::new(false));
     let on = Arc::clone(&hung);
-    let mut settings = settings(dir.path());
+    let mut settings = settings(dir);
     (settings.io_timeout_ms, settings.staging) = (200, 2 << 20);
     let mut options = options(&settings);
     let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && r.op == Op::Read).then_some(Fault::Hang);
     options.drive_factory = Some(faulty(rule, |_, _| None));
-    let store = ObjectStore::open_with(options).unwrap();
+    (ObjectStore::open_with(options).unwrap(), hung)
+}
+
+#[test]
+fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
+    let dir = dir();
+    let (store, hung) = with_hanging_reads(dir.path());
     let keys: Vec<String> = (0..40).map(|n| n.to_string()).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     assert!(put(&store, keys.iter().map(|k| object(k, 1, 70_000)).collect()).all_ok());
@@ -133,14 +138,7 @@ fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
 #[test]
 fn gets_of_a_drive_that_reads_nothing_end_although_puts_go_on() {
     let dir = dir();
-    let (hung, over) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
-    let on = Arc::clone(&hung);
-    let mut settings = settings(dir.path());
-    (settings.io_timeout_ms, settings.staging) = (200, 2 << 20);
-    let mut options = options(&settings);
-    let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && r.op == Op::Read).then_some(Fault::Hang);
-    options.drive_factory = Some(faulty(rule, |_, _| None));
-    let store = ObjectStore::open_with(options).unwrap();
+    let ((store, hung), over) = (with_hanging_reads(dir.path()), AtomicBool::new(false));
     assert!(put(&store, vec![object("longer than staging", 1, 9 * MIB)]).all_ok());
     hung.store(true, Ordering::SeqCst);
     const MOST: usize = 20_000;

@@ -299,7 +299,9 @@ impl Workers {
             StagingNeed::Buffer => Grant::Buffer(pool.try_take()?.guarded(share())),
             StagingNeed::Permit => Grant::Permit((free > 0).then(share)?),
         };
-        queue.held.iter_mut().skip(need as usize).take(1).for_each(|held| *held += 1);
+        if let Some(held) = queue.held.get_mut(need as usize) {
+            *held += 1;
+        }
         Some(grant)
     }
 
@@ -324,7 +326,9 @@ impl Workers {
         let (drives, turn) = (state.drives.get(side)?.len(), *state.turn.get(side)?);
         for drive in (turn..drives).chain(0..turn) {
             if let Some(next) = self.start(state, (way, drive), now) {
-                state.turn.iter_mut().skip(side).take(1).for_each(|turn| *turn = (drive + 1) % drives);
+                if let Some(turn) = state.turn.get_mut(side) {
+                    *turn = (drive + 1) % drives;
+                }
                 return Some(next);
             }
         }

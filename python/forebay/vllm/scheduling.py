@@ -80,7 +80,8 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
         if not isinstance(request.kv_transfer_params, dict | None):
-            # Clients can set it to anything through `vllm_xargs`. vLLM's scheduler does not check it either: its engine would end.
+            # Clients can set it to anything through `vllm_xargs`. vLLM's scheduler does not check
+            # it either, and its engine would end.
             logger.warning("request %s: kv_transfer_params is no dictionary, and counts for nothing", request.request_id)
             request.kv_transfer_params = None
         if self._resting or getattr(request, "resumable", False):

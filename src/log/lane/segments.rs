@@ -578,9 +578,7 @@ impl Segments {
 
     /// A segment has its space: it may be opened.
     pub(in crate::log) fn add_ready(&mut self, segment: u32) {
-        while self.list.len() <= segment as usize {
-            self.list.push(Segment::absent(1));
-        }
+        self.reach(segment);
         if let Some(s) = self.get_mut(segment) {
             *s = Segment { phase: SegmentPhase::Ready, ..Segment::absent(s.epoch) };
         }
@@ -646,11 +644,15 @@ impl Segments {
         epoch
     }
 
+    /// Makes the list long enough for this number.
+    fn reach(&mut self, segment: u32) {
+        let len = self.list.len().max(segment as usize + 1);
+        self.list.resize_with(len, || Segment::absent(1));
+    }
+
     /// As [`give_up`](Self::give_up), for one that holds nothing, whether it was ever used or not.
     pub(in crate::log) fn leave_out(&mut self, segment: u32) {
-        while self.list.len() <= segment as usize {
-            self.list.push(Segment::absent(1));
-        }
+        self.reach(segment);
         if self.get(segment).is_some_and(|s| s.phase == SegmentPhase::Absent) {
             self.give_up(segment);
         }

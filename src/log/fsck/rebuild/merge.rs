@@ -15,6 +15,7 @@ use crate::log::base::image::SegmentImage;
 use crate::log::recovery::scan::record_of_header;
 
 /// The contents of the new index.
+#[derive(Default)]
 pub(super) struct Merged {
     pub(super) segments: Vec<SegmentImage>,
     pub(super) max_sequence: u64,
@@ -65,7 +66,7 @@ pub(super) fn merge(
             all.entry(h.segment).or_default().slots.push(slot);
         }
     }
-    let mut merged = Merged { segments: Vec::new(), max_sequence: 0, old_records: 0, left_out: Vec::new(), unnamed: Vec::new() };
+    let mut merged = Merged::default();
     for (number, evidence) in all.into_iter().filter(|(n, _)| *n < 1 << 24) {
         let is_cut = old.regions_end.is_none_or(|end| number >= end);
         let ring_counts = ring_is_whole && !is_cut && !old.damaged_regions.contains(&number);
