@@ -105,6 +105,7 @@ pub(super) fn pipeline_options(
         hits,
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
+        drives: settings.drives.len(),
         window_bytes: window_bytes(settings, host),
         prefetch_bytes: PREFETCH_BYTES,
         max_stores: MAX_STORES,

@@ -75,6 +75,8 @@ pub struct PipelineOptions {
     pub group_bytes: usize,
     /// As `group_bytes`, for loads and stores that do not.
     pub whole_group_bytes: usize,
+    /// Drives that chunks lie on: with several, none takes all staging.
+    pub drives: usize,
     /// Bytes of reads in flight from a drive beyond which no more are submitted.
     pub window_bytes: usize,
     /// Bytes of prefetches in flight; one read may have more.
@@ -112,8 +114,13 @@ impl Pipeline {
                 stores.notify();
             }
         });
-        let loads = load::LoadPump::new(options, device, Arc::clone(&stats), on_finished)?;
-        let prefetches = prefetch::PrefetchPump::new(options, Arc::clone(&loads), bell)?;
+        // A thread that runs already would keep its pump, and staging, for ever.
+        let loads = load::LoadPump::new(options, device, Arc::clone(&stats), on_finished)
+            .inspect_err(|_| stores.close(Instant::now()))?;
+        let prefetches = prefetch::PrefetchPump::new(options, Arc::clone(&loads), bell).inspect_err(|_| {
+            loads.close(Instant::now());
+            stores.close(Instant::now());
+        })?;
         Ok(Self { loads, prefetches, stores, stats })
     }
 

@@ -126,6 +126,42 @@ impl Turns {
     }
 }
 
+/// The bytes of a read that are counted for its drive. After a time-out they count until the drive
+/// gives the memory back: one that hangs must not take all staging from the others.
+pub(super) struct ReadShare {
+    pump: Arc<LoadPump>,
+    drive: usize,
+    bytes: usize,
+    is_over: AtomicBool,
+}
+
+impl ReadShare {
+    fn new(pump: &Arc<LoadPump>, drive: usize, bytes: usize) -> Self {
+        pump.turns.lock().drive(drive).bytes += bytes;
+        Self { pump: Arc::clone(pump), drive, bytes, is_over: AtomicBool::new(false) }
+    }
+
+    /// The drive has read, or has not begun to. `false` where that was told before.
+    pub(super) fn end(&self) -> bool {
+        if self.is_over.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        let mut turns = self.pump.turns.lock();
+        let reads = turns.drive(self.drive);
+        reads.bytes -= self.bytes;
+        reads.blocked = false;
+        true
+    }
+}
+
+impl Drop for ReadShare {
+    fn drop(&mut self) {
+        if self.end() {
+            self.pump.kick();
+        }
+    }
+}
+
 struct Watch {
     /// Loads that have not finished.
     active: Vec<Arc<LoadInner>>,
@@ -320,26 +356,22 @@ impl LoadPump {
             return true;
         }
         let Some((load, step, drive, (buf, slot))) = self.next() else { return false };
-        let Some((source, request)) = load.request(&step, buf, slot) else { return true };
+        let share = Arc::new(ReadShare::new(&load.pump, drive, step.span.len));
+        let buf = if self.options.drives > 1 { buf.guarded(Arc::clone(&share)) } else { buf };
+        let Some((source, request)) = load.request(&step, buf, (slot, Arc::clone(&share))) else { return true };
         load.reads.fetch_add(1, Ordering::AcqRel);
-        self.turns.lock().drive(drive).bytes += step.span.len;
         let Err(Rejected { request, error }) = source.submit(request) else { return true };
-        self.turns.lock().drive(drive).bytes -= step.span.len;
+        share.end();
         load.reads.fetch_sub(1, Ordering::AcqRel);
         let Request { buf, .. } = *request;
         if error.kind() == ErrorKind::Busy {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
             push_first(&mut turns.drive(drive).queue, load);
-            // Only a slot of staging is of use to other reads; a frame's part or a header's own
-            // memory is freed. After the lock: the hook of what is freed kicks.
-            let freed = match buf {
-                Some(buf) if buf.region().is_some() => turns.spare.replace(buf),
-                not_staging => not_staging,
-            };
             turns.drive(drive).blocked = true;
             drop(turns);
-            drop(freed);
+            // After the lock: the hook of what is freed kicks.
+            drop(buf);
             self.retry_soon();
             return true;
         }
@@ -485,13 +517,8 @@ impl LoadPump {
         }
     }
 
-    /// A read of `load` from `drive` has ended, well or not.
-    pub(super) fn read_ended(&self, (load, step): (&LoadInner, &ReadStep), drive: usize, well: bool) {
-        let mut turns = self.turns.lock();
-        let reads = turns.drive(drive);
-        reads.bytes -= step.span.len;
-        reads.blocked = false;
-        drop(turns);
+    /// A read of `load` has ended, well or not.
+    pub(super) fn read_ended(&self, (load, step): (&LoadInner, &ReadStep), well: bool) {
         load.reads.fetch_sub(1, Ordering::AcqRel);
         if well {
             load.moved();

@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::LoadInner;
+use super::pump::ReadShare;
 use super::state::{LoadState, ReadStep};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
@@ -29,11 +30,18 @@ impl LoadInner {
         self: &Arc<Self>,
         step: &ReadStep,
         buf: Buf,
-        slot: Option<Buf>,
+        (slot, share): (Option<Buf>, Arc<ReadShare>),
     ) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
         let (load, own_step, own_source) = (Arc::clone(self), step.clone(), Arc::clone(&source));
-        let done = Box::new(move |completion: Completion| load.read_done((own_step, own_source), completion, slot));
+        let done = Box::new(move |completion: Completion| {
+            // Memory that does not come back is still the drive's.
+            if completion.buf.is_some() || completion.result.is_ok() {
+                share.end();
+            }
+            drop(share);
+            load.read_done((own_step, own_source), completion, slot);
+        });
         let request = source.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
         Some((source, request))
@@ -72,7 +80,7 @@ impl LoadInner {
         slot: Option<Buf>,
     ) {
         let pump = Arc::clone(&self.pump);
-        pump.read_ended((self, &step), source.drive(), result.is_ok());
+        pump.read_ended((self, &step), result.is_ok());
         match (result, buf) {
             (Ok(()), Some(buf)) => match slot {
                 Some(slot) => self.copy_in(step, buf, slot),

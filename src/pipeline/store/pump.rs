@@ -10,6 +10,7 @@
 //!   would wait for it between its steps. What must be decided in the order of the calls is decided
 //!   there.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
@@ -23,7 +24,7 @@ use super::{
 };
 use crate::device::{Device, Fence, Gate, PagedKv, StagingPool, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{MemorySpace, Mover};
+use crate::io::{Buf, MemorySpace, Mover};
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::min_slot_bytes;
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -45,9 +46,27 @@ pub(in crate::pipeline) struct StorePump {
     device: Arc<dyn Device>,
     pool: Arc<StagingPool>,
     pid: u32,
+    /// Staging slots held for each drive, where there are several.
+    held: Mutex<BTreeMap<usize, usize>>,
     shared: Mutex<PumpShared>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// A staging slot that is held for a drive.
+struct StoreShare {
+    pump: Arc<StorePump>,
+    drive: usize,
+}
+
+impl Drop for StoreShare {
+    fn drop(&mut self) {
+        if let Some(held) = self.pump.held.lock().get_mut(&self.drive) {
+            *held = held.saturating_sub(1);
+        }
+        // The pool has told of the slot before it was counted here.
+        self.pump.notify();
+    }
 }
 
 struct PumpShared {
@@ -56,8 +75,9 @@ struct PumpShared {
     retries: Vec<Retry>,
     /// Something has changed since the store thread last looked.
     dirty: bool,
-    /// When a gather was last submitted or a write last ended well.
-    moved: Instant,
+    /// Drives to which stores wait to write, for want of staging, and since when nothing has moved
+    /// there: neither was a gather submitted, nor has a write ended well.
+    starved: BTreeMap<usize, Instant>,
     closed: bool,
 }
 
@@ -69,13 +89,6 @@ impl PumpShared {
         let bytes = self.stores.iter().map(|store| store.glance.ungathered_bytes.load(Ordering::Relaxed)).sum::<u64>();
         bytes > listed && bytes + new > options.max_store_bytes
     }
-}
-
-/// What some store waits for that no event announces, or that is given up after some time.
-#[derive(Clone, Copy, Default)]
-struct Waits {
-    for_staging: bool,
-    for_room: bool,
 }
 
 impl StorePump {
@@ -90,11 +103,12 @@ impl StorePump {
             device,
             pool: Arc::clone(&options.store_pool),
             pid: std::process::id(),
+            held: Mutex::default(),
             shared: Mutex::new(PumpShared {
                 stores: Vec::new(),
                 retries: Vec::new(),
                 dirty: false,
-                moved: Instant::now(),
+                starved: BTreeMap::new(),
                 closed: false,
             }),
             changed: Condvar::new(),
@@ -270,9 +284,6 @@ impl StorePump {
         if shared.stores.len() >= self.options.max_stores || shared.is_too_much(0, own, &self.options) {
             return Err(ShedCause::QueueFull);
         }
-        if shared.stores.is_empty() {
-            shared.moved = Instant::now();
-        }
         shared.stores.push(Arc::clone(store));
         Ok(())
     }
@@ -286,9 +297,29 @@ impl StorePump {
         }
     }
 
-    /// A gather was submitted or a write has ended well, so waiting for staging is not in vain.
-    pub(super) fn moved(&self) {
-        self.shared.lock().moved = Instant::now();
+    /// A slot of staging for a write to `drive`. Of several drives none gets more than it leaves
+    /// free, so one that hangs does not take all: its writes keep their staging.
+    pub(super) fn take_staging(self: &Arc<Self>, drive: usize) -> Option<Buf> {
+        if self.options.drives <= 1 {
+            return self.pool.try_take();
+        }
+        let mut held = self.held.lock();
+        let free = self.pool.slots().saturating_sub(held.values().sum::<usize>());
+        let of_drive = held.entry(drive).or_default();
+        if *of_drive >= free {
+            return None;
+        }
+        let slot = self.pool.try_take()?;
+        *of_drive += 1;
+        Some(slot.guarded(StoreShare { pump: Arc::clone(self), drive }))
+    }
+
+    /// A gather for `drive` was submitted, or a write to it has ended well, so waiting for staging
+    /// is not in vain.
+    pub(super) fn moved(&self, drive: usize) {
+        if let Some(since) = self.shared.lock().starved.get_mut(&drive) {
+            *since = Instant::now();
+        }
     }
 
     pub(super) fn retry_later(&self, retry: Retry) {
@@ -346,11 +377,11 @@ impl StorePump {
             let retries = std::mem::take(&mut shared.retries);
             drop(shared);
             let refused = submit_again(retries);
-            let waits = self.pass(&stores);
+            let waits_for_room = self.pass(&stores);
             drop(stores);
             shared = self.shared.lock();
             shared.retries.splice(..0, refused);
-            let wake = self.wake_at(&shared, waits);
+            let wake = self.wake_at(&shared, waits_for_room);
             if shared.dirty {
                 continue;
             }
@@ -363,30 +394,26 @@ impl StorePump {
         }
     }
 
-    /// Does what can be done for each store, and returns what they wait for.
-    fn pass(&self, stores: &[Arc<StoreInner>]) -> Waits {
-        let mut waits = Waits::default();
+    /// Does what can be done for each store, and returns whether one waits for a slot to write to.
+    fn pass(&self, stores: &[Arc<StoreInner>]) -> bool {
+        let (mut starved, mut waits_for_room) = (Vec::new(), false);
         for store in stores {
             self.plan(store);
             if store.deadline.is_some_and(|d| d <= Instant::now()) {
                 store.end(ShedCause::TimedOut);
             }
-            if !waits.for_staging {
-                match store.advance() {
-                    Pause::NoStaging => waits.for_staging = true,
-                    Pause::NoRoom => {
-                        waits.for_room = true;
-                        self.shed_without_room(store);
-                    }
-                    Pause::Idle => {}
+            if starved.len() < self.options.drives.max(1) {
+                let Pause { staging_of, room } = store.advance(&starved);
+                starved.extend(staging_of.filter(|drive| !starved.contains(drive)));
+                if room {
+                    waits_for_room = true;
+                    self.shed_without_room(store);
                 }
             }
             store.commit();
         }
-        if waits.for_staging {
-            self.shed_without_staging(stores);
-        }
-        waits
+        self.shed_without_staging(stores, &starved);
+        waits_for_room
     }
 
     /// Sheds the chunks of a store without a slot, when it has waited long enough for one.
@@ -402,12 +429,24 @@ impl StorePump {
     }
 
     /// Sheds what waits for staging, of stores whose patience is over.
-    fn shed_without_staging(&self, stores: &[Arc<StoreInner>]) {
-        let moved = self.shared.lock().moved;
-        let still = moved.elapsed();
+    fn shed_without_staging(&self, stores: &[Arc<StoreInner>], starved: &[usize]) {
+        let since = {
+            let mut shared = self.shared.lock();
+            shared.starved.retain(|drive, _| starved.contains(drive));
+            for drive in starved {
+                shared.starved.entry(*drive).or_insert_with(Instant::now);
+            }
+            shared.starved.clone()
+        };
+        if since.is_empty() {
+            return;
+        }
         for store in stores {
-            if still >= self.patience(store.backpressure) && store.state.lock().wants_staging() {
+            let waiting = store.state.lock().wants_staging().and_then(|drive| since.get(&drive));
+            if waiting.is_some_and(|since| since.elapsed() >= self.patience(store.backpressure)) {
                 store.update(|state| state.shed_ungathered(ShedCause::StagingFull));
+                // Those behind it may get on now.
+                self.notify();
             }
         }
     }
@@ -423,12 +462,15 @@ impl StorePump {
 
     /// When the thread must look again without having been notified. A moment that has passed makes
     /// it look at once, so only stores count for which it will do something then.
-    fn wake_at(&self, shared: &PumpShared, waits: Waits) -> Option<Instant> {
+    fn wake_at(&self, shared: &PumpShared, waits_for_room: bool) -> Option<Instant> {
         let deadlines = shared.stores.iter().filter_map(|s| s.deadline.filter(|_| !s.state.lock().only_commits()));
-        let starved = |s: &&Arc<StoreInner>| waits.for_staging && s.state.lock().wants_staging();
-        let patience = shared.stores.iter().filter(starved).map(|s| shared.moved + self.patience(s.backpressure));
+        let starved = shared.stores.iter().filter(|_| !shared.starved.is_empty());
+        let patience = starved.filter_map(|s| {
+            let since = shared.starved.get(&s.state.lock().wants_staging()?)?;
+            Some(*since + self.patience(s.backpressure))
+        });
         let retry = (!shared.retries.is_empty()).then(|| Instant::now() + RETRY);
-        let room = waits.for_room.then(|| Instant::now() + ASK_AGAIN);
+        let room = waits_for_room.then(|| Instant::now() + ASK_AGAIN);
         deadlines.chain(patience).chain(retry).chain(room).min()
     }
 }

@@ -24,48 +24,49 @@ pub(super) struct Retry {
     since: Instant,
 }
 
-/// Why [`StoreInner::advance`] has stopped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pause {
-    /// There is nothing to do until something changes.
-    Idle,
-    /// It waits for staging.
-    NoStaging,
-    /// It waits for a slot to write to.
-    NoRoom,
+/// What a store waits for after [`StoreInner::advance`], beside what notifies the store thread.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pause {
+    /// Staging for writes to this drive.
+    pub(super) staging_of: Option<usize>,
+    /// A slot to write to.
+    pub(super) room: bool,
 }
 
 impl StoreInner {
-    /// Opens slots and submits gathers, as long as there is something to gather and staging for it.
-    /// Only for the store thread.
-    pub(super) fn advance(self: &Arc<Self>) -> Pause {
+    /// Opens slots and submits gathers, as long as there is something to gather and staging for it,
+    /// of which the drives in `starved` have none. Only for the store thread.
+    pub(super) fn advance(self: &Arc<Self>, starved: &[usize]) -> Pause {
+        let mut pause = Pause::default();
         loop {
-            let next = self.state.lock().next();
+            let next = self.state.lock().next(!pause.room);
             match next {
-                NextStep::Nothing => return Pause::Idle,
+                NextStep::Nothing => return pause,
                 NextStep::Begin(chunk, begin) => {
                     let begun = begin();
                     let frame = self.frame_for(chunk, &begun);
                     let mut open = true;
                     self.update(|state| open = state.begun(chunk, begun, frame));
-                    if !open {
-                        return Pause::NoRoom;
+                    if open {
+                        *self.no_room_since.lock() = None;
+                    } else {
+                        pause.room = true;
                     }
-                    *self.no_room_since.lock() = None;
                 }
                 NextStep::Gather(step, frame) => {
                     // The host gathers straight into the frame, an accelerator into staging in its
                     // memory, from where it is copied to the frame.
                     let (buf, frame) = match frame {
                         Some(frame) if self.pump.mover().is_none() => (Some(frame), None),
-                        frame => (self.pump.pool().try_take(), frame),
+                        frame if starved.contains(&step.drive) => (None, frame),
+                        frame => (self.pump.take_staging(step.drive), frame),
                     };
                     match buf {
                         Some(buf) => self.gather(step, buf, frame),
                         None => {
                             drop(frame);
                             self.update(|state| state.ungather(&step));
-                            return Pause::NoStaging;
+                            return Pause { staging_of: Some(step.drive), ..pause };
                         }
                     }
                 }
@@ -92,7 +93,7 @@ impl StoreInner {
             let (store, step) = (Arc::clone(self), step.clone());
             move |fence| store.update(|state| state.submitted(&step, &fence))
         };
-        self.pump.moved();
+        self.pump.moved(step.drive);
         self.pump.device().gather(GatherJob {
             kv: Arc::clone(&self.kv),
             staging,
@@ -195,7 +196,7 @@ impl StoreInner {
             }
         });
         if result.is_ok() {
-            self.pump.moved();
+            self.pump.moved(step.drive);
         }
         self.pump.notify();
     }

@@ -36,6 +36,8 @@ pub(super) struct StoreStep {
     attempt: u32,
     pub(super) layers: Range<usize>,
     pub(super) span: GroupSpan,
+    /// The drive that it is written to.
+    pub(super) drive: usize,
 }
 
 /// What the store thread can do next.
@@ -237,8 +239,9 @@ impl StoreState {
         fences
     }
 
-    /// What to do next; a begun or gathered step is counted as under way.
-    pub(super) fn next(&mut self) -> NextStep {
+    /// What to do next; a begun or gathered step is counted as under way. Where there is no room for
+    /// further slots, those that are open go on.
+    pub(super) fn next(&mut self, has_room: bool) -> NextStep {
         if self.finished || self.ready == 0 {
             return NextStep::Nothing;
         }
@@ -247,7 +250,7 @@ impl StoreState {
             let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
             let all = ready == self.announced.len();
             let Some(chunk) = self.chunks.get_mut(at) else { continue };
-            if let StorePhase::Waiting(_) = chunk.phase {
+            if has_room && let StorePhase::Waiting(_) = chunk.phase {
                 self.cursor = at;
                 if let StorePhase::Waiting(begin) = std::mem::replace(&mut chunk.phase, StorePhase::Opening) {
                     return NextStep::Begin(at, begin);
@@ -263,11 +266,11 @@ impl StoreState {
         NextStep::Nothing
     }
 
-    /// Whether a gather waits for staging.
-    pub(super) fn wants_staging(&mut self) -> bool {
+    /// The drive of the next gather, if one waits for staging.
+    pub(super) fn wants_staging(&self) -> Option<usize> {
         let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
-        !self.finished
-            && self.chunks.iter_mut().enumerate().any(|(i, c)| c.peek(i, ready, forced, group_bytes).is_some())
+        let mut all = self.chunks.iter().enumerate().filter(|_| !self.finished);
+        all.find_map(|(i, c)| Some(c.peek(i, ready, forced, group_bytes)?.drive))
     }
 
     /// Takes back a gather that could not be submitted.
@@ -640,7 +643,8 @@ impl StoreChunkState {
 
     /// The next gather of the chunk; `None` where it has none now, or waits for a larger group.
     fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {
-        if !matches!(self.phase, StorePhase::Open(_)) || self.next >= ready {
+        let StorePhase::Open(sink) = &self.phase else { return None };
+        if self.next >= ready {
             return None;
         }
         let (end, full) = group_end(&self.layout, self.next, ready, group_bytes);
@@ -648,7 +652,8 @@ impl StoreChunkState {
             return None;
         }
         let layers = self.next..end;
-        Some(StoreStep { chunk: at, attempt: self.attempt, span: GroupSpan::of(&self.layout, &layers, false)?, layers })
+        let span = GroupSpan::of(&self.layout, &layers, false)?;
+        Some(StoreStep { chunk: at, attempt: self.attempt, span, layers, drive: sink.drive() })
     }
 
     fn step(&mut self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {
@@ -701,9 +706,9 @@ mod tests {
         let mut state = StoreState::new(1, 2, 1 << 20);
         state.plan(StorePlan { chunks: vec![chunk], ..StorePlan::default() });
         state.announce_all(None);
-        let NextStep::Begin(at, begin) = state.next() else { panic!("its slot is to be opened") };
+        let NextStep::Begin(at, begin) = state.next(true) else { panic!("its slot is to be opened") };
         assert!(state.begun(at, begin(), None));
-        let NextStep::Gather(step, _) = state.next() else { panic!("it is to be gathered") };
+        let NextStep::Gather(step, _) = state.next(true) else { panic!("it is to be gathered") };
         state.shed(at, ShedCause::StagingFull);
         assert!(!state.is_gathered_all());
         state.ungather(&step);

@@ -319,6 +319,21 @@ fn a_drive_that_hangs_holds_up_no_load_of_another() {
 }
 
 #[test]
+fn reads_that_hang_past_their_time_out_keep_their_window_and_leave_staging_to_other_drives() {
+    let (w, [hung, good]) = two_drives(|o| (o.window_bytes, o.drives) = (2 * EXTENT, 2));
+    w.disk.fate(hung.slot, Fate::Hang);
+    let kvs: Vec<_> = (0..20).map(|_| w.kv(1)).collect();
+    let late: Vec<_> = kvs.iter().map(|kv| w.load(kv, &[Arc::clone(&hung)])).collect();
+    w.disk.wait_hanging(2);
+    assert_eq!(w.load(&w.kv(1), &[good]).wait().tokens, T);
+    assert!(w.pipeline().load_pool().taken() < 4, "of 16 slots the reads that hang have those of the window");
+    w.disk.let_go();
+    let results: Vec<_> = late.iter().map(Load::wait).collect();
+    assert!(results.iter().any(|r| r.tokens == T), "what waited is read: {results:?}");
+    w.assert_staging_free();
+}
+
+#[test]
 fn a_load_of_chunks_on_two_drives_reads_from_both() {
     let (w, slots) = two_drives(|o| o.window_bytes = EXTENT);
     let to = w.kv(2);

@@ -1,8 +1,8 @@
 use std::collections::BTreeMap;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use super::disk::Fate;
+use super::disk::{Fate, Seen, Slot};
 use super::world::{LAYERS, TOKENS, World};
 use crate::error::{Error, ErrorKind};
 use crate::pipeline::{
@@ -359,6 +359,61 @@ fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
     let store = w.store(spec);
     store.all_layers();
     assert_eq!(store.wait().shed(ShedCause::Quota), 2);
+}
+
+#[test]
+fn layers_of_open_slots_are_gathered_while_another_chunk_has_no_room() {
+    fn never() -> Begun {
+        Begun::NotYet(ShedCause::NoSpace, Box::new(never))
+    }
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(14));
+    let mut spec = w.store_spec(&kv, &slots);
+    chunks_of(&mut spec)[1].begin = Box::new(never);
+    let store = w.store(spec);
+    let written = |n: usize| {
+        let until = Instant::now() + Duration::from_secs(20);
+        while w.disk.log().len() < n {
+            assert!(Instant::now() < until, "layer {} waits for another chunk's room", n - 1);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    for layer in 0..LAYERS {
+        store.layer(layer).unwrap();
+        written(layer + 1);
+    }
+    assert!(!store.is_finished(), "the other chunk waits");
+}
+
+#[test]
+fn a_drive_that_hangs_takes_no_staging_from_stores_to_another() {
+    let w = World::with(4, 6, |o| o.drives = 2);
+    let (slots, kv) = (w.slots(12), w.kv(12).filled(15));
+    let on = |drive: usize| -> Vec<_> {
+        let of = slots.iter().skip(6 * drive).take(6);
+        of.map(|s| Arc::new(Slot { drive, disk: Arc::clone(&s.disk), layout: s.layout.clone(), ..**s })).collect()
+    };
+    let [hung, good] = [on(0), on(1)];
+    w.disk.pause();
+    let late = w.store(w.store_spec(&kv, &hung));
+    late.all_layers();
+    w.disk.wait_held(3);
+    let mut spec = w.store_spec(&kv, &good);
+    spec.backpressure = Backpressure::Shed { patience: Duration::from_secs(5) };
+    let store = w.store(spec);
+    store.all_layers();
+    let is_good = |seen: &Seen| good.iter().any(|slot| slot.slot == seen.slot);
+    while !store.is_finished() {
+        match w.disk.held().iter().position(is_good) {
+            Some(at) => w.disk.end_one(at),
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    assert_eq!(store.wait().stored, 6);
+    assert!(!late.is_finished());
+    w.disk.run();
+    assert_eq!(late.wait().stored, 6);
+    w.assert_staging_free();
 }
 
 #[test]

@@ -114,6 +114,7 @@ impl World {
             hits: None,
             group_bytes: EXTENT,
             whole_group_bytes: EXTENT,
+            drives: 1,
             window_bytes: 1 << 30,
             prefetch_bytes: 2 * EXTENT,
             max_stores: 8,
