@@ -36,6 +36,7 @@ pub use choices::{
 };
 pub use load::Loader;
 pub use place::CacheIdentity;
+pub use value::parse_size;
 pub use warning::{Feature, Origin, Warning, WarningKind};
 
 const MIB: usize = 1 << 20;

@@ -8,6 +8,8 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serializer};
 use serde_json::Value;
 
+use crate::error::{Error, ErrorKind};
+
 /// Types that can be read from the several ways in which a value may be written.
 pub(super) trait Loose: Sized {
     /// The value, or why it cannot be read.
@@ -150,7 +152,7 @@ fn unit(name: &str) -> Option<u64> {
     })
 }
 
-fn parse_size(text: &str, plain_unit: u64) -> Option<u64> {
+fn parse_bytes(text: &str, plain_unit: u64) -> Option<u64> {
     let text = digits(text);
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, name) = text.split_at_checked(split)?;
@@ -166,8 +168,8 @@ fn parse_size(text: &str, plain_unit: u64) -> Option<u64> {
 
 fn read_size(value: &Value, plain_unit: u64) -> Result<u64, String> {
     let size = match value {
-        Value::String(text) => parse_size(text, plain_unit),
-        Value::Number(number) => parse_size(&number.to_string(), plain_unit),
+        Value::String(text) => parse_bytes(text, plain_unit),
+        Value::Number(number) => parse_bytes(&number.to_string(), plain_unit),
         _ => None,
     };
     size.ok_or_else(|| format!("{} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB", show(value)))
@@ -177,6 +179,17 @@ fn read_size(value: &Value, plain_unit: u64) -> Result<u64, String> {
 /// 1024, KB to TB of 1000.
 pub(super) fn size_of(value: &Value) -> Result<u64, String> {
     read_size(value, 1)
+}
+
+/// Bytes as the settings spell them, such as `200GiB`.
+///
+/// # Errors
+/// `InvalidInput` where the text is no size.
+pub fn parse_size(text: &str) -> crate::Result<u64> {
+    size_of(&Value::from(text)).map_err(|why| {
+        let (reason, advice) = why.split_once("; ").unwrap_or((&why, ""));
+        Error::new(ErrorKind::InvalidInput, reason.to_owned()).advice(advice.to_owned())
+    })
 }
 
 /// The percentage, where the value is written as one.

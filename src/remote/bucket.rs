@@ -5,6 +5,7 @@
 //! files that it names and from the instance's role, and tries again with growing, random pauses.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -42,6 +43,9 @@ const DELETED_AT_ONCE: usize = 1000;
 pub(super) struct RemoteBucket {
     store: Box<dyn ObjectStore>,
     prefix: Path,
+    /// Where the store is a directory: this one must be there. It is not made, so that a share that
+    /// is not mounted does not fill the file system below it.
+    root: Option<PathBuf>,
     breaker: Breaker,
     timeout: Duration,
     /// It has refused a conditional put as not implemented, or is a directory: there a conditional
@@ -71,8 +75,9 @@ impl RemoteBucket {
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|e| bad(e.into()))?;
         let store = build(&url, &scheme, env, timeout).map_err(|e| bad(e.into()))?;
         let is_unconditional = AtomicBool::new(scheme == ObjectStoreScheme::Local);
+        let root = url.to_file_path().ok().filter(|_| scheme == ObjectStoreScheme::Local);
         let (breaker, places) = (Breaker::default(), Semaphore::new(AT_ONCE));
-        Ok(Self { store, prefix, breaker, timeout, is_unconditional, places })
+        Ok(Self { store, prefix, root, breaker, timeout, is_unconditional, places })
     }
 
     /// The store itself, for requests that go past the breaker.
@@ -128,7 +133,10 @@ impl RemoteBucket {
         let limit = self.timeout.saturating_mul(parts.saturating_add(1));
         let put = |mode| {
             let options = PutOptions { mode, ..PutOptions::default() };
-            self.ask(limit, self.store.put_opts(name, payload.clone(), options))
+            self.ask(limit, async {
+                self.check_root().await?;
+                self.store.put_opts(name, payload.clone(), options).await
+            })
         };
         if !replace && !self.is_unconditional.load(Ordering::Relaxed) {
             match put(PutMode::Create).await {
@@ -140,6 +148,16 @@ impl RemoteBucket {
             }
         }
         put(PutMode::Overwrite).await.map(|_| true)
+    }
+
+    async fn check_root(&self) -> object_store::Result<()> {
+        let Some(root) = self.root.clone() else { return Ok(()) };
+        let shown = root.display().to_string();
+        if tokio::task::spawn_blocking(move || root.is_dir()).await.unwrap_or_default() {
+            return Ok(());
+        }
+        let why = format!("{shown} is no directory: make it, with mode 0700, in the file system that is to be mounted");
+        Err(StoreError::Generic { store: "remote_url", source: why.into() })
     }
 
     /// Deletes objects; one that is not there counts as deleted. Stores that delete one by one may
@@ -266,6 +284,7 @@ mod tests {
         let bucket = RemoteBucket {
             store: Box::new(ThrottledStore::new(InMemory::new(), config)),
             prefix: Path::default(),
+            root: None,
             breaker: Breaker::default(),
             timeout: 30 * each,
             is_unconditional: AtomicBool::new(false),

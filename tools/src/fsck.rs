@@ -252,7 +252,8 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
     let options = RebuildOptions { dry_run: args.dry_run, backup: !args.no_backup };
     let mut reports = Vec::new();
     let mut clean = true;
-    let mut lost = Vec::new();
+    let (mut lost, mut failed) = (Vec::new(), Vec::new());
+    let mut first_error = None;
     for (files, raw) in all.iter().zip(&read) {
         if files.is_lost() {
             // There is nothing that an index could be made from.
@@ -270,7 +271,15 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
         let bar = progress::bar(context, format!("rebuilding {}", files.name), rebuild_bytes(files), Unit::Bytes);
         let done = rebuild(files, sibling, options, &|n| bar.inc(n));
         bar.finish_and_clear();
-        let done = done?;
+        let done = match done {
+            Ok(done) => done,
+            // The others are rebuilt all the same.
+            Err(e) => {
+                failed.push((name(files), e.to_string()));
+                first_error.get_or_insert(e);
+                continue;
+            }
+        };
         clean &= done.left_out.is_empty();
         let left_out: Vec<Value> =
             done.left_out.iter().map(|b| json!({"key": hex(&b.key.0), "offset": b.offset, "what": b.what})).collect();
@@ -278,10 +287,13 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
             "segments": done.segments,
             "old_records": done.old_records, "superblock_derived": done.derived, "left_out": left_out}));
     }
-    clean &= lost.is_empty();
+    clean &= lost.is_empty() && failed.is_empty();
+    let outcome = if clean { Outcome::Done } else { Outcome::Problem };
     if context.json {
-        out::print_json(&json!({"dry_run": args.dry_run, "clean": clean, "lanes": reports, "lost_lanes": lost}))?;
-        return Ok(if clean { Outcome::Done } else { Outcome::Problem });
+        let failed: Vec<Value> = failed.iter().map(|(lane, e)| json!({"lane": lane, "error": e})).collect();
+        out::print_json(&json!({"dry_run": args.dry_run, "clean": clean, "lanes": reports, "lost_lanes": lost,
+            "failed": failed}))?;
+        return first_error.map_or(Ok(outcome), Err);
     }
     let verb = if args.dry_run { "would be restored" } else { "restored" };
     for r in &reports {
@@ -295,8 +307,11 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
         let directory = quoted(&args.place.directory);
         out::print(&format!("{lane}: its data.kv is gone; remedy: forebay fsck repair {directory}\n"))?;
     }
-    if reports.is_empty() && lost.is_empty() {
+    for (lane, e) in &failed {
+        out::print(&format!("{lane}: not rebuilt: {e}\n"))?;
+    }
+    if reports.is_empty() && lost.is_empty() && failed.is_empty() {
         out::print("no index is damaged; --all rebuilds all the same; `forebay fsck repair` drops damaged chunks\n")?;
     }
-    Ok(if clean { Outcome::Done } else { Outcome::Problem })
+    first_error.map_or(Ok(outcome), Err)
 }

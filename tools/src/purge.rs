@@ -62,7 +62,7 @@ sure, stop the servers first, and keep the cache on an encrypted drive.
 What a server has uploaded to a remote tier is deleted with --remote URL, and may be fetched again without: that of the \
 namespaces in DIR, or of the one given by --namespace. Other machines serve what they have on their drives.
 
-Run it as the servers' user.
+Run it as the servers' user, once for each of their drives: DIR is one cache directory.
 
 Examples:
   forebay purge /mnt/nvme --all --dry-run

@@ -1,8 +1,9 @@
 //! Sizes, times and token counts as users write them.
 //!
-//! Sizes follow fio with its default `kb_base=1024`: `k`, `kb`, `m`, `g`, … are powers of 1024, and
-//! the `ki`, `mi`, `gi` spellings are powers of 1000 (fio's inverted reading, kept so that job
-//! files mean the same here). Token counts are decimal: `3m` is three million.
+//! Sizes are read as in the settings: `GiB` and `g` are powers of 1024, `GB` of 1000. Those of `bench`
+//! follow fio with its default `kb_base=1024`: `k`, `kb`, `m`, `g`, … are powers of 1024, and the
+//! `ki`, `mi`, `gi` spellings are powers of 1000 (fio's inverted reading, kept so that job files
+//! mean the same here). Token counts are decimal: `3m` is three million.
 
 use std::time::Duration;
 
@@ -26,8 +27,13 @@ fn scaled(text: &str, number: &str, factor: u64) -> Result<u64> {
     if product >= u64::MAX as f64 { Err(too_large()) } else { Ok(product.round() as u64) }
 }
 
-/// Bytes from fio's spelling: `4k`, `1m`, `2g`, `0x1000`, `4096`.
+/// Bytes as the settings spell them: `200GiB`, `200g`, `4096`.
 pub(crate) fn parse_bytes(text: &str) -> Result<u64> {
+    forebay::config::parse_size(text)
+}
+
+/// Bytes from fio's spelling: `4k`, `1m`, `2g`, `0x1000`, `4096`.
+pub(crate) fn parse_fio_bytes(text: &str) -> Result<u64> {
     let text = text.trim();
     if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         return u64::from_str_radix(hex, 16)
@@ -155,11 +161,19 @@ mod tests {
             ("2t", 2 << 40),
             ("512b", 512),
         ] {
-            assert_eq!(parse_bytes(text).unwrap(), want, "{text}");
+            assert_eq!(parse_fio_bytes(text).unwrap(), want, "{text}");
         }
         for text in ["", "k", "4x", "-1", "99999999p", "1..2k", "4i"] {
-            assert!(parse_bytes(text).is_err(), "{text:?}");
+            assert!(parse_fio_bytes(text).is_err(), "{text:?}");
         }
+    }
+
+    #[test]
+    fn sizes_of_other_commands_read_as_the_settings_do() {
+        for (text, want) in [("200GiB", 200 << 30), ("200g", 200 << 30), ("1.5GiB", 3 << 29), ("2GB", 2_000_000_000)] {
+            assert_eq!(parse_bytes(text).unwrap(), want, "{text}");
+        }
+        assert!(parse_bytes("4x").unwrap_err().to_string().contains("GiB"));
     }
 
     #[test]

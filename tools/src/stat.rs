@@ -26,7 +26,7 @@ pub(crate) struct StatArgs {
     #[arg(required = true, value_name = "DIR")]
     directories: Vec<PathBuf>,
     /// The servers' capacity setting, to show what is left of it; a cache directory does not record
-    /// it.
+    /// it. Each of several directories has an equal share of it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     capacity: Option<u64>,
     /// The servers' free-space floor, to show what is left above it.
@@ -82,6 +82,8 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     let budget = std::fs::read(directory.join("BUDGET")).ok().and_then(|bytes| BudgetPage::decode(&bytes).ok());
     let budget_damage = budget_report(directory)?.map(|(what, remedy)| json!({"what": what, "remedy": remedy}));
     let disk_bytes = disk_bytes(directory)?;
+    // As the servers divide it.
+    let capacity = args.capacity.map(|bytes| bytes / args.directories.len().max(1) as u64);
     let of_lanes: u64 = found.iter().flat_map(|(_, raw)| raw).map(|l| l.counts.disk_bytes).sum();
     let reserved: u64 = found.iter().flat_map(|(_, raw)| raw).map(reserved_bytes).sum();
     let mut namespaces: BTreeMap<String, Vec<Value>> = BTreeMap::new();
@@ -94,7 +96,7 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     Ok(json!({"directory": directory.display().to_string(), "drive_id": budget.as_ref().map(|b| hex(&b.drive)),
         "draining": budget.as_ref().map(|b| b.draining), "budget_damage": budget_damage, "disk_bytes": disk_bytes,
         "reserved_bytes": reserved, "tables_bytes": disk_bytes.saturating_sub(of_lanes),
-        "capacity_bytes": args.capacity, "capacity_left_bytes": args.capacity.map(|c| c.saturating_sub(disk_bytes)),
+        "capacity_bytes": capacity, "capacity_left_bytes": capacity.map(|c| c.saturating_sub(disk_bytes)),
         "file_system_bytes": total, "free_bytes": free, "min_free_bytes": args.min_free,
         "free_above_floor_bytes": args.min_free.map(|floor| free.saturating_sub(floor)),
         "namespaces": namespaces, "unreadable_lanes": unreadable}))

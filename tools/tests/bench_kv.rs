@@ -61,6 +61,10 @@ fn layers_lookups_and_reopening_report_their_figures_and_leave_nothing() {
         let own = &json["jobs"][0]["forebay"];
         assert!(figures.iter().all(|f| own[f].as_f64() > Some(0.0)), "{arguments}: {own}");
     }
+    for arguments in ["--rw lookup --tokens 1024 --model tiny", "--rw reopen --chunks 300 --ioengine threads"] {
+        let told = bench(dir.path(), arguments).stderr;
+        assert!(told.contains("would change nothing"), "{arguments}: {told}");
+    }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 

@@ -4,8 +4,9 @@
 
 mod common;
 
-use std::fs::File;
-use std::os::unix::fs::FileExt as _;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -91,6 +92,8 @@ fn stat_tells_of_a_cache_in_use() {
     let disk = drive["disk_bytes"].as_u64().unwrap();
     assert_eq!(drive["capacity_left_bytes"].as_u64().unwrap() + disk, 64 << 20);
     assert!(drive["free_above_floor_bytes"].as_u64() < drive["free_bytes"].as_u64());
+    let two = forebay(dir.path(), &["stat", ".", ".", "--json", "--capacity", "64MiB"]).expect(0).json();
+    assert_eq!(two["drives"][1]["capacity_bytes"], 32 << 20, "drives share it");
     let shard = &drive["namespaces"][0]["shards"][0];
     assert_eq!((&shard["chunks"], &shard["model"]), (&19.into(), &"small".into()));
     assert_eq!(shard["live_bytes"], 19 * 4096);
@@ -266,6 +269,57 @@ fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
     drop(log);
     forebay(dir.path(), &["fsck", "check", "."]).expect(0);
     forebay(dir.path(), &["fsck", "rebuild", ".", "--lane", "a/b/lane0"]).expect(1);
+}
+
+/// A lane before the others, of which nothing can be made: its files hold nothing of a lane.
+fn hopeless_lane(dir: &Path) {
+    let hopeless = dir.join("0".repeat(32)).join("s0").join("lane0");
+    std::fs::create_dir_all(&hopeless).unwrap();
+    for file in ["index.kv", "data.kv"] {
+        std::fs::write(hopeless.join(file), vec![0; 1 << 20]).unwrap();
+    }
+}
+
+#[test]
+fn a_lane_that_cannot_be_rebuilt_does_not_keep_others_from_it() {
+    let dir = folder();
+    close(filled(dir.path()));
+    let index = lane(dir.path()).join("index.kv");
+    std::fs::write(index, vec![0; 1 << 20]).unwrap();
+    hopeless_lane(dir.path());
+    let run = forebay(dir.path(), &["fsck", "rebuild", ".", "--json"]).expect(1);
+    let json = run.json();
+    assert_eq!((&json["lanes"][0]["chunks"], &json["failed"][0]["lane"].as_str().unwrap()[..4]), (&20.into(), "0000"));
+    assert_eq!(stored(&open(dir.path())).len(), 20);
+}
+
+/// The user that a process without rights over others' files runs as.
+const NOBODY: u32 = 65_534;
+
+#[test]
+fn what_may_not_be_read_is_not_taken_for_an_empty_cache() {
+    let dir = folder();
+    close(filled(dir.path()));
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let namespace = lane(dir.path()).parent().unwrap().parent().unwrap().to_owned();
+    let is_root = std::fs::metadata("/proc/self").unwrap().uid() == 0;
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_forebay"));
+    command.args(["purge", ".", "--all", "--yes"]).current_dir(dir.path());
+    if is_root {
+        command.uid(NOBODY);
+    } else {
+        std::fs::set_permissions(&namespace, Permissions::from_mode(0o000)).unwrap();
+    }
+    let run = command.output();
+    std::fs::set_permissions(&namespace, Permissions::from_mode(0o700)).unwrap();
+    match run {
+        Err(e) if is_root => eprintln!("not tested: another user may not reach the program: {e}"),
+        run => {
+            let told = String::from_utf8_lossy(&run.unwrap().stderr).into_owned();
+            assert!(told.contains("ermission"), "{told}");
+        }
+    }
+    assert_eq!(stored(&open(dir.path())).len(), 20);
 }
 
 /// The cache of format version 1 that the library's tests keep: `PATH length BYTES` and `PATH

@@ -111,6 +111,9 @@ fn an_import_is_verified_resumable_and_found_again() {
     assert_eq!((&json["dumps"][0]["tokens_present"], &json["bytes_read"]), (&32.into(), &0.into()), "a prefix of it");
     let json = forebay(dir.path(), &[&look[..], &["--verify"]].concat()).expect(0).json();
     assert_eq!((&json["dumps"][0]["tokens_present"], &json["bytes_read"]), (&32.into(), &(48 * 1024).into()));
+    std::fs::create_dir(dir.path().join("empty")).unwrap();
+    let empty = ["warm", "import", "b.safetensors", "--directory", "empty", "--model", "tiny", "--json", "--dry-run"];
+    assert!(forebay(dir.path(), &empty).expect(0).json()["dumps"][0]["tokens_present"].is_null());
     let none = ["warm", "import", "b.safetensors", "--config", "no.yaml", "--model", "tiny", "--dry-run"];
     assert!(forebay(dir.path(), &none).expect(1).stderr.contains("no.yaml"));
     let json = forebay(dir.path(), &[&import[..], &["--verify"]].concat()).expect(0).json();

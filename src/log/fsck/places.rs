@@ -73,17 +73,18 @@ impl LaneDir {
 /// All lanes below a cache directory, in the order of their names.
 ///
 /// # Errors
-/// `NotFound` and `Permission` for the directory; `InvalidInput` where it is no cache directory.
+/// `NotFound` and `Permission` for the directory; `InvalidInput` where it is no cache directory;
+/// those of opening a directory in it. A list without that one would look like a cache without it.
 pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneDir>> {
     let root = Dir::open_root(cache_dir)?;
     let mut found = Vec::new();
     let names = root.names()?;
     for namespace in names.iter().filter(|n| is_namespace(n)) {
-        let Ok(ns) = root.open_dir_in(namespace) else { continue };
+        let Some(ns) = part_of(&root, namespace)? else { continue };
         for shard in ns.names()? {
-            let Ok(shard_dir) = ns.open_dir_in(&shard) else { continue };
+            let Some(shard_dir) = part_of(&ns, &shard)? else { continue };
             for name in shard_dir.names()?.into_iter().filter(|n| is_lane(n)) {
-                let Ok(dir) = shard_dir.open_dir_in(&name) else { continue };
+                let Some(dir) = part_of(&shard_dir, &name)? else { continue };
                 found.push(LaneDir { namespace: namespace.clone(), shard: shard.clone(), name, dir });
             }
         }
@@ -96,6 +97,15 @@ pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneDir>> {
     let number = |l: &LaneDir| l.name.strip_prefix("lane").and_then(|n| n.parse::<u32>().ok());
     found.sort_by(|a, b| (&a.namespace, &a.shard, number(a)).cmp(&(&b.namespace, &b.shard, number(b))));
     Ok(found)
+}
+
+/// A directory of the cache; `None` where it went meanwhile, or is a file or a symlink.
+fn part_of(parent: &Dir, name: &str) -> Result<Option<Dir>> {
+    match parent.open_dir_in(name) {
+        Ok(dir) => Ok(Some(dir)),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Config) => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 fn is_namespace(name: &str) -> bool {

@@ -32,7 +32,8 @@ struct Meddler {
     log: Mutex<Weak<Log>>,
     deeds: Mutex<Vec<Deed>>,
     met: Mutex<Vec<ChunkKey>>,
-    /// Writes and flushes: `c` of a copy, `d` a flush of data.kv, `j` a page of the journal.
+    /// Writes and flushes: `c` of a copy, `d` a flush of data.kv, `j` a page of the journal, `i` a
+    /// flush of index.kv, `f` a region's first page alone, which says that a segment is free.
     order: Mutex<String>,
     /// Writes of regions that say that a segment is free fail.
     frees_fail: AtomicBool,
@@ -41,11 +42,18 @@ struct Meddler {
 impl Meddler {
     fn meet(&self, request: &Request) {
         let (of_data, op) = (request.file.path().ends_with("data.kv"), request.op);
-        let regions = self.log.lock().upgrade().and_then(|log| Some(log.volumes[0].own()?.region_offset(0)));
+        let own = self.log.lock().upgrade().and_then(|log| log.volumes[0].own());
+        let regions = own.as_ref().map(|own| own.region_offset(0));
+        let is_first = own.is_some_and(|own| {
+            let at = request.offset.checked_sub(own.region_offset(0));
+            at.is_some_and(|at| at.is_multiple_of(own.superblock.region_bytes))
+        });
         match op {
             Op::Write if of_data && request.len as u64 == SLOT_BYTES => self.order.lock().push('c'),
             Op::Flush if of_data => self.order.lock().push('d'),
             Op::Write if !of_data && regions.is_some_and(|at| request.offset < at) => self.order.lock().push('j'),
+            Op::Write if !of_data && is_first && request.len == PAGE_BYTES => self.order.lock().push('f'),
+            Op::Flush => self.order.lock().push('i'),
             _ => {}
         }
         // Only a move writes a slot in one piece.
@@ -162,6 +170,27 @@ fn a_copy_is_flushed_before_the_journal_speaks_of_it() {
     log.flush().unwrap();
     let order = meddler.order.lock().clone();
     assert!(order.contains("cd") && !order.contains("cj"), "{order}");
+}
+
+/// Otherwise a crash could leave neither the chunk's old record nor its new one.
+#[test]
+fn a_segment_is_freed_when_the_records_of_what_was_moved_out_of_it_are_durable() {
+    let dir = temp();
+    let (log, meddler) = meddled(dir.path());
+    for _ in 0..3 {
+        meddler.deeds.lock().push(Box::new(|_, _| {}));
+    }
+    store_until_met(&log, &meddler, 3);
+    log.turn(Turn::Maintain);
+    let order = meddler.order.lock().clone();
+    let before = |at: usize| order.get(..at).unwrap_or_default();
+    let frees: Vec<&str> = order.match_indices('f').map(|(at, _)| before(at)).filter(|b| b.contains('c')).collect();
+    assert!(!frees.is_empty(), "nothing was freed after a move: {order}");
+    for before in frees {
+        let (_, since) = before.rsplit_once('c').unwrap();
+        let is_durable = since.split_once('j').is_some_and(|(_, after)| after.contains('i'));
+        assert!(is_durable, "freed after {since:?} alone: {order}");
+    }
 }
 
 /// Otherwise a rebuild would find the copy, of which the removal cannot know.

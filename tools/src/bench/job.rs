@@ -122,8 +122,25 @@ fn misplaced(rw: Rw, options: &JobOptions) -> Option<String> {
         JobOptions { numjobs: Some(2..), .. } if !matches!(rw, Rw::Load | Rw::Store) => {
             only("numjobs", "plain files, load and store")
         }
+        _ if matches!(rw, Rw::Lookup | Rw::Reopen) => misplaced_in_index(rw, options),
         _ => None,
     }
+}
+
+/// As [`misplaced`], in the modes that move no KV: their chunks are a page, in a log of their own.
+fn misplaced_in_index(rw: Rw, options: &JobOptions) -> Option<String> {
+    let given = [
+        ("bs", options.bs.is_some()),
+        ("iodepth", options.iodepth.is_some()),
+        ("size", options.size.is_some()),
+        ("ioengine", options.ioengine.is_some()),
+        ("model", options.kv.model.is_some()),
+        ("codec", options.kv.codec.is_some()),
+        ("verify", options.kv.verify == Some(true)),
+        ("local_cpu", options.kv.local_cpu.is_some()),
+    ];
+    let (name, _) = given.into_iter().find(|(_, is_given)| *is_given)?;
+    Some(format!("{name} would change nothing with rw={}", rw.word()))
 }
 
 impl Job {

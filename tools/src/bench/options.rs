@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use crate::size::{parse_bytes, parse_time, parse_tokens};
+use crate::size::{parse_fio_bytes, parse_time, parse_tokens};
 
 /// What a job does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -183,7 +183,7 @@ pub(crate) struct JobOptions {
     #[arg(long, value_name = "host|cuda:N", help_heading = "Workload")]
     pub(crate) device: Option<String>,
     /// Bytes per operation [default: 4k as in fio; the engine's own for its jobs].
-    #[arg(long, alias = "blocksize", value_parser = parse_bytes, value_name = "SIZE", help_heading = "Workload")]
+    #[arg(long, alias = "blocksize", value_parser = parse_fio_bytes, value_name = "SIZE", help_heading = "Workload")]
     pub(crate) bs: Option<u64>,
     /// Operations kept in flight by each worker.
     #[arg(long, value_name = "N", help_heading = "Workload")]
@@ -192,7 +192,7 @@ pub(crate) struct JobOptions {
     #[arg(long, value_name = "N", help_heading = "Workload")]
     pub(crate) numjobs: Option<usize>,
     /// Bytes of each worker's file; for the engine's jobs, bytes of KV.
-    #[arg(long, value_parser = parse_bytes, value_name = "SIZE", help_heading = "Workload")]
+    #[arg(long, value_parser = parse_fio_bytes, value_name = "SIZE", help_heading = "Workload")]
     pub(crate) size: Option<u64>,
     /// Reads among mixed operations, in percent.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=100), value_name = "PERCENT", help_heading = "Workload")]
@@ -280,11 +280,11 @@ pub(crate) struct KvOptions {
     pub(crate) keep: Option<bool>,
     /// Bytes that the cache may take; it evicts where it would need more [default: room for all of
     /// the job beside what the directory holds].
-    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    #[arg(long, value_parser = parse_fio_bytes, value_name = "SIZE")]
     pub(crate) capacity: Option<u64>,
     /// Keep chunks in host memory too, up to so many bytes (the setting `local_cpu`): what the job
     /// lays out or loads is loaded from there. 0 for none [default: 0].
-    #[arg(long = "local-cpu", alias = "local_cpu", value_parser = parse_bytes, value_name = "SIZE")]
+    #[arg(long = "local-cpu", alias = "local_cpu", value_parser = parse_fio_bytes, value_name = "SIZE")]
     pub(crate) local_cpu: Option<u64>,
     /// How KV is coded on the drive (the setting `codec`): none, or exp4 [default: none].
     #[arg(long, value_enum, value_name = "CODEC")]

@@ -70,8 +70,10 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
     let mut shards: Vec<Vec<LaneDir>> = Vec::new();
     for files in all {
         if files.is_lost() {
-            let bytes = if args.dry_run { disk_bytes(files.path())? } else { remove_lost(&files)? };
-            report.lost.push(json!({"lane": name(&files), "disk_bytes": bytes}));
+            match if args.dry_run { disk_bytes(files.path()) } else { remove_lost(&files) } {
+                Ok(bytes) => report.lost.push(json!({"lane": name(&files), "disk_bytes": bytes})),
+                Err(e) => report.leave(&files, &e),
+            }
             continue;
         }
         let damage = match RawLane::read(&files) {
@@ -92,9 +94,20 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
         }
     }
     for files in &shards {
-        slots(args, context, files, &mut report)?;
+        // The others are repaired all the same.
+        if let (Err(e), Some(first)) = (slots(args, context, files, &mut report), files.first()) {
+            report.leave(first, &e);
+        }
     }
     show(args, context, &report)
+}
+
+impl Report {
+    /// A lane, or its shard, that could not be repaired.
+    fn leave(&mut self, files: &LaneDir, error: &Error) {
+        let what = error.to_string();
+        self.left.push(json!({"lane": name(files), "what": what, "remedy": what}));
+    }
 }
 
 /// An error that says what is wrong with a lane's files, as text; any other error is returned.

@@ -123,7 +123,9 @@ fn open_files(m: &Machine) -> Finding {
 }
 
 fn memory(m: &Machine, settings: &Settings) -> Finding {
-    let staging = (settings.staging + settings.store_staging) as u64;
+    let tier = if settings.local_cpu { settings.max_local_cpu_size } else { 0 };
+    let remote = if settings.remote_url.is_some() { settings.remote_staging } else { 0 };
+    let taken = (settings.staging + settings.store_staging + remote) as u64 + tier;
     let granted = m.memory_limit_bytes.map_or(m.memory_bytes, |limit| limit.min(m.memory_bytes));
     let limited = m.memory_limit_bytes.is_some_and(|limit| limit < m.memory_bytes);
     let mut found = format!("{} of memory, {} processors", show_bytes(m.memory_bytes as f64), m.processors);
@@ -133,12 +135,12 @@ fn memory(m: &Machine, settings: &Settings) -> Finding {
     if limited {
         found = format!("{found}; the control group grants {}", show_bytes(granted as f64));
     }
-    if granted > 0 && staging > granted / 2 {
-        let found = format!("{found}, of which staging takes {}", show_bytes(staging as f64));
+    if granted > 0 && taken > granted / 2 {
+        let found = format!("{found}, of which staging and the memory tier take {}", show_bytes(taken as f64));
         return Finding::warn(
             "memory",
             found,
-            "lower staging and store_staging, or raise the container's memory limit",
+            "lower max_local_cpu_size, staging, store_staging or remote_staging, or raise the container's memory limit",
         );
     }
     Finding::ok("memory", found)
@@ -400,6 +402,9 @@ mod tests {
             change(&mut m);
             assert_eq!(bad(&m, &nvme()), [(Level::Warn, check)]);
         }
+        let mut tier = Settings::default();
+        (tier.local_cpu, tier.max_local_cpu_size) = (true, 100 * GIB);
+        assert_eq!(memory(&good(), &tier).level, Level::Warn);
     }
 
     #[test]

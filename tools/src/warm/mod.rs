@@ -234,8 +234,9 @@ fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Si
     if args.dry_run {
         let chunk_tokens = settings.chunk_size as usize;
         settings.mode = Mode::Ro;
-        // A directory that is not there yet holds no chunks.
-        let is_there = !settings.drives.is_empty() && settings.drives.iter().all(|drive| drive.path.exists());
+        // A directory that is not there yet, or in which no cache has been opened, holds no chunks.
+        let has_cache = |drive: &DriveSettings| drive.path.join("BUDGET").exists();
+        let is_there = !settings.drives.is_empty() && settings.drives.iter().all(has_cache);
         let cache = is_there.then(|| Box::new(CacheSink::new(settings, model.clone(), false)) as Box<dyn Sink>);
         let geometry = model.geometry().cloned();
         return Ok(Arc::new(DryRun { cache, geometry, chunk_tokens, read: args.verify }));

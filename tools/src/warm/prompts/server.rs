@@ -67,6 +67,8 @@ enum Failed {
     ForNow(String),
     /// Another try will fail too.
     ForGood(String),
+    /// It was sent, and no answer came in time.
+    Late(String),
 }
 
 impl Server {
@@ -84,7 +86,7 @@ impl Server {
     /// The name of the first model it serves.
     pub(crate) fn model(&self) -> Result<String> {
         let answer = self.call("/v1/models", None).map_err(|e| match e {
-            Failed::ForNow(what) | Failed::ForGood(what) => {
+            Failed::ForNow(what) | Failed::ForGood(what) | Failed::Late(what) => {
                 Error::new(ErrorKind::Io, format!("the server at {} does not answer: {what}", self.base))
                     .advice("start it, or name the right one with --server (and --api-key where it wants one)")
             }
@@ -105,7 +107,7 @@ impl Server {
 
     /// Whether it answers at all, if only that it wants a key.
     pub(crate) fn is_up(&self) -> bool {
-        !matches!(self.call("/v1/models", None), Err(Failed::ForNow(_)))
+        !matches!(self.call("/v1/models", None), Err(Failed::ForNow(_) | Failed::Late(_)))
     }
 
     /// Makes the server compute `prompt`; the error is for the report.
@@ -121,7 +123,8 @@ impl Server {
                     let cached_tokens = usage.prompt_tokens_details.and_then(|d| d.cached_tokens);
                     return Ok(Usage { prompt_tokens: usage.prompt_tokens, cached_tokens });
                 }
-                Err(Failed::ForGood(what)) => return Err(what),
+                // Sent again, it would be computed a second time beside the first.
+                Err(Failed::ForGood(what) | Failed::Late(what)) => return Err(what),
                 Err(Failed::ForNow(what)) if tries >= self.retries => return Err(what),
                 Err(Failed::ForNow(what)) => {
                     tracing::info!(line = prompt.line, what, "tried again");
@@ -152,9 +155,13 @@ impl Server {
                 request.send_json(body)
             }
         };
-        let mut answer = answer.map_err(|e| Failed::ForNow(e.to_string()))?;
-        let bytes = answer.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_vec();
-        let bytes = bytes.map_err(|e| Failed::ForNow(e.to_string()))?;
+        let failed = |e: ureq::Error| match e {
+            ureq::Error::Timeout(ureq::Timeout::Resolve | ureq::Timeout::Connect) => Failed::ForNow(e.to_string()),
+            ureq::Error::Timeout(_) => Failed::Late(e.to_string()),
+            _ => Failed::ForNow(e.to_string()),
+        };
+        let mut answer = answer.map_err(failed)?;
+        let bytes = answer.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_vec().map_err(failed)?;
         let status = answer.status().as_u16();
         if (200..300).contains(&status) {
             return Ok(bytes);

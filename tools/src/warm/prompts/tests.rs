@@ -92,6 +92,21 @@ fn summary(args: &PromptsArgs, fake: &Fake) -> Summary {
 }
 
 #[test]
+fn a_request_that_is_late_is_not_sent_again() {
+    let fake = Fake::start(|_, _| {
+        std::thread::sleep(Duration::from_secs(2));
+        usage(3, 0)
+    });
+    let server = Server::new(&fake.address, None, (Duration::from_millis(300), 3)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("p.jsonl");
+    std::fs::write(&file, "{\"prompt\": [1, 2, 3]}\n").unwrap();
+    let prompts = read(&args(&[file.to_str().unwrap(), "--server", &fake.address])).unwrap();
+    assert!(server.warm(&prompts[0], "tiny").is_err());
+    assert_eq!(fake.completions.load(Ordering::SeqCst), 1);
+}
+
+#[test]
 fn every_prompt_is_sent_once_and_its_tokens_are_counted() {
     let fake = Fake::start(|_, body| {
         assert_eq!((&body["model"], &body["max_tokens"]), (&json!("tiny"), &json!(1)));
