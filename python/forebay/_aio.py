@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
 from forebay._forebay import LayerReady, Load, Result, Store, StoreResult
@@ -11,11 +12,14 @@ from forebay._forebay import LayerReady, Load, Result, Store, StoreResult
 async def _readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, lambda: done.done() or done.set_result(None))
+    # The loop has one reader for each descriptor: another task may wait for the same.
+    own = os.dup(fd)
+    loop.add_reader(own, lambda: done.done() or done.set_result(None))
     try:
         await done
     finally:
-        loop.remove_reader(fd)
+        loop.remove_reader(own)
+        os.close(own)
 
 
 async def layers(load: Load) -> AsyncIterator[LayerReady]:

@@ -14,7 +14,14 @@ from forebay import _forebay
 
 _lock = threading.Lock()
 _pump: threading.Thread | None = None
-_pid = 0
+
+
+def _forked() -> None:
+    global _lock, _pump
+    _lock, _pump = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _level() -> None:
@@ -29,11 +36,11 @@ def _run() -> None:
 
 def start() -> None:
     """Starts the thread where it does not run, and takes the logger's level as it is now."""
-    global _pump, _pid
+    global _pump
     _level()
     with _lock:
         if _pump is None:
-            _pump, _pid = threading.Thread(target=_run, name="forebay-log", daemon=True), os.getpid()
+            _pump = threading.Thread(target=_run, name="forebay-log", daemon=True)
             _pump.start()
             atexit.register(_end)
 
@@ -47,7 +54,7 @@ def flush() -> None:
 def _end() -> None:
     global _pump
     with _lock:
-        if _pump is None or _pid != os.getpid():
+        if _pump is None:
             return
         _forebay._log_end()
         _pump.join()

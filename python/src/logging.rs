@@ -2,11 +2,13 @@
 //!
 //! A thread of the engine must never wait for the GIL, so it only puts the line into a queue; a
 //! thread in Python (`forebay/_logging.py`) takes lines out and hands them to the logger `forebay`.
-//! A full queue drops lines and counts them. A forked child says nothing: that thread is not there.
+//! A full queue drops lines and counts them. A forked child, in which that thread is not, says
+//! nothing before it opens something itself.
+#![expect(unsafe_code, reason = "a queue that is never freed, for which a lock could be held in a fork")]
 
 use std::fmt::{self, Write as _};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use pyo3::prelude::*;
@@ -33,7 +35,16 @@ struct Queue {
     pid: u32,
 }
 
-static QUEUE: OnceLock<Queue> = OnceLock::new();
+/// The queue that was made last. One that a fork has left behind is not used again: a thread of the
+/// parent may have been inside it.
+static QUEUE: AtomicPtr<Queue> = AtomicPtr::new(ptr::null_mut());
+
+/// The queue of this process.
+fn queue() -> Option<&'static Queue> {
+    // SAFETY: a queue that is here was leaked, so nobody frees it.
+    let queue = unsafe { QUEUE.load(Ordering::Acquire).as_ref() }?;
+    (queue.pid == std::process::id()).then_some(queue)
+}
 
 const fn number(level: &Level) -> u8 {
     match *level {
@@ -49,14 +60,15 @@ struct Bridge;
 
 impl<S: Subscriber> Layer<S> for Bridge {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
-        let Some(queue) = QUEUE.get() else { return };
+        let Some(queue) = queue() else { return };
         let level = number(event.metadata().level());
-        if level < queue.least.load(Ordering::Relaxed) || std::process::id() != queue.pid {
+        if level < queue.least.load(Ordering::Relaxed) {
             return;
         }
         let mut text = Text::default();
         event.record(&mut text);
-        let target = event.metadata().target().replace("::", ".");
+        // What this crate says goes to a child of the logger `forebay`, too.
+        let target = event.metadata().target().replacen("forebay_python", "forebay", 1).replace("::", ".");
         let line = Line { level, target, message: text.message + &text.fields };
         if let Err(TrySendError::Full(_)) = queue.tx.try_send(Some(line)) {
             queue.dropped.fetch_add(1, Ordering::Relaxed);
@@ -84,15 +96,13 @@ impl Visit for Text {
 /// Has lines go to Python from now on, and its thread started; the level is the logger's as it is
 /// now.
 pub(crate) fn install(py: Python<'_>) -> PyResult<()> {
-    if QUEUE.get().is_none() {
+    if queue().is_none() {
         let (tx, rx) = bounded(MOST);
         let (least, pid) = (AtomicU8::new(30), std::process::id());
-        let set = QUEUE.set(Queue { tx, rx, dropped: AtomicU64::new(0), least, pid });
-        let subscriber = tracing_subscriber::registry().with(Bridge);
-        // A program that has set up its own keeps it.
-        if set.is_ok() {
-            let _ = tracing::subscriber::set_global_default(subscriber);
-        }
+        let made = Box::new(Queue { tx, rx, dropped: AtomicU64::new(0), least, pid });
+        QUEUE.store(Box::leak(made), Ordering::Release);
+        // A program that has set up its own keeps it, and so does a forked child.
+        let _ = tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Bridge));
     }
     py.import("forebay._logging")?.call_method0("start")?;
     Ok(())
@@ -101,7 +111,7 @@ pub(crate) fn install(py: Python<'_>) -> PyResult<()> {
 /// The lowest level wanted, in Python's numbers.
 #[pyfunction]
 pub(crate) fn _log_level(least: u8) {
-    if let Some(queue) = QUEUE.get() {
+    if let Some(queue) = queue() {
         queue.least.store(least, Ordering::Relaxed);
     }
 }
@@ -109,7 +119,7 @@ pub(crate) fn _log_level(least: u8) {
 /// Waits for the next line: (level, target, message); None when it is time to end.
 #[pyfunction]
 pub(crate) fn _log_next(py: Python<'_>) -> Option<(u8, String, String)> {
-    let queue = QUEUE.get()?;
+    let queue = queue()?;
     let line = py.detach(|| queue.rx.recv()).ok()??;
     let dropped = queue.dropped.swap(0, Ordering::Relaxed);
     let more = if dropped > 0 { format!(" ({dropped} lines before this one were dropped)") } else { String::new() };
@@ -119,7 +129,7 @@ pub(crate) fn _log_next(py: Python<'_>) -> Option<(u8, String, String)> {
 /// Asks the thread to end, after the lines that wait.
 #[pyfunction]
 pub(crate) fn _log_end(py: Python<'_>) {
-    if let Some(queue) = QUEUE.get().filter(|q| q.pid == std::process::id()) {
+    if let Some(queue) = queue() {
         py.detach(|| drop(queue.tx.send(None)));
     }
 }

@@ -218,6 +218,21 @@ def test_asyncio_gets_layers_results_and_stores(eng: forebay.Engine) -> None:
     assert asyncio.run(all_of_them()) == [list(range(LAYERS))] * 8
 
 
+def test_two_tasks_await_the_same_store(eng: forebay.Engine) -> None:
+    async def both() -> list[int]:
+        store = eng.store(list(range(32)), kv(), slots(32), by_layer=True)
+
+        async def one() -> int:
+            return (await store).stored
+
+        tasks = [asyncio.create_task(one()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        store.all_layers()
+        return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    assert asyncio.run(both()) == [1, 1]
+
+
 def test_no_wait_holds_the_gil(eng: forebay.Engine) -> None:
     store = eng.store(list(range(32)), kv(), slots(32), by_layer=True)
     waiting = threading.Thread(target=store.wait)

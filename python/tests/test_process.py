@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from conftest import config, geometry
 
 import forebay
-from forebay import _forebay
+from forebay import _forebay, _logging
 from forebay.connector import settings
 
 BLOCK_NUMPY = """
@@ -63,6 +64,25 @@ def test_a_forked_child_gets_a_clear_error_and_harms_nothing(cache: Path) -> Non
         store.all_layers()
         assert store.wait().stored == 1 and eng.lookup(list(range(32))) == 32
         assert objects.put({"a": b"b"}) == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_opens_an_engine_is_heard(cache: Path) -> None:
+    def opens() -> str:
+        class Kept(logging.Handler):
+            said: list[str] = []
+
+            def emit(self, record: logging.LogRecord) -> None:
+                self.said.append(record.getMessage())
+
+        logging.getLogger("forebay").addHandler(Kept())
+        with forebay.Engine(config(cache, enable_rdma=True), geometry()):
+            pass
+        _logging.flush()
+        return " ".join(Kept.said)
+
+    with forebay.Engine(config(cache), geometry()):
+        assert "enable_rdma" in in_child(opens)
 
 
 def test_errors_have_a_kind_and_advice(cache: Path) -> None:

@@ -16,11 +16,13 @@ import forebay
 from forebay.connector import settings
 
 
-def flags(given: dict[str, str], is_linker: bool = False) -> list[str]:
+def flags(given: dict[str, str], page_size: int, is_linker: bool = False) -> list[str]:
     """SGLang's flags for these settings: of HiCache, or of the external linker."""
+    pages = ["--page-size", str(page_size)]
     if is_linker:
         config = {"linker": "Linker", "linker_module_path": "forebay.sglang", "linker_extra_config": given}
         return [
+            *pages,
             "--enable-unified-cache-external-linker",
             "--unified-cache-external-linker-backend",
             "dynamic",
@@ -29,6 +31,7 @@ def flags(given: dict[str, str], is_linker: bool = False) -> list[str]:
         ]
     extra = {"backend_name": "forebay", "module_path": "forebay.sglang", "class_name": "HiCache", "interface_v1": 1, **given}
     return [
+        *pages,
         "--enable-hierarchical-cache",
         "--hicache-mem-layout",
         "page_first",
@@ -42,11 +45,14 @@ def flags(given: dict[str, str], is_linker: bool = False) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(prog="python -m forebay.sglang", description="Prints the flags to start SGLang with.")
-    parser.add_argument("--cache-dir", required=True, help="a directory on a local drive; the server makes it where it is missing")
+    parser.add_argument("--cache-dir", required=True, help="a directory on a local drive, or one for each drive, separated by commas; the server makes them where they are missing")
     parser.add_argument("--capacity", help="bytes that it may take, such as 200GiB")
+    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens of a page (%(default)s; SGLang's own default is 1)")
     parser.add_argument("--linker", action="store_true", help="layer by layer into GPU memory, instead of through HiCache's host memory")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting, or namespace, fingerprint")
     asked = parser.parse_args(arguments)
+    if asked.page_size < 1:
+        parser.error(f"--page-size {asked.page_size}: a page has at least one token")
     given = {"cache_dir": asked.cache_dir}
     if asked.capacity:
         given["capacity"] = asked.capacity
@@ -56,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--set {item}: write KEY=VALUE")
         given[key] = value
     if asked.linker and "chunk_size" in given:
-        parser.error("--set chunk_size: a chunk is a page of SGLang's; leave it out, and set SGLang's --page-size")
+        parser.error("--set chunk_size: a chunk is a page of SGLang's; leave it out, and give --page-size")
     try:
         resolved = settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="the settings given")
     except forebay.ForebayError as error:
@@ -64,11 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if asked.linker and resolved["mode"] == "ro":
         parser.error("mode: ro with --linker: a damaged page stays, so every request that needs it would end with an error; set mode: rw")
-    folder = Path(asked.cache_dir).absolute()
-    if not (folder if folder.exists() else folder.parent).is_dir():
-        print(f"python -m forebay.sglang: {asked.cache_dir} is no directory, and cannot be made; name one on a local drive", file=sys.stderr)
-        return 1
-    print(" ".join(shlex.quote(flag) for flag in flags(given, asked.linker)))
+    for folder in (Path(name.strip()).absolute() for name in asked.cache_dir.split(",")):
+        if not (folder if folder.exists() else folder.parent).is_dir():
+            print(f"python -m forebay.sglang: {folder} is no directory, and cannot be made; name one on a local drive", file=sys.stderr)
+            return 1
+    print(" ".join(shlex.quote(flag) for flag in flags(given, asked.page_size, asked.linker)))
     return 0
 
 
