@@ -40,10 +40,8 @@ macro_rules! causes {
 causes! {
     /// The settings say `never`.
     Never = "never": "the settings choose `cufile: never`", "";
-    /// There is no accelerator to serve.
-    NoDevice = "no_device": "these queues serve host memory, which cuFile does not", "";
     /// The queues were opened without a directory to try cuFile in.
-    NoDirectory = "no_directory": "there is no directory on the drive in which to try it", "";
+    NoDirectory = "no_directory": "there is no directory on the drive in which to try it: with `mode: ro` nothing is written", "";
     /// The `forebay` program, which tries cuFile, is not there.
     NoProgram = "no_program": "the `forebay` program, in which cuFile is tried first so that its driver can hang or crash \
         without harm, was not found", "install it next to this program or on PATH, or set FOREBAY_PROGRAM to it";
