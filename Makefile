@@ -149,8 +149,11 @@ VLLM = $(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.
 LMCACHE = $(PYTHON) tests/lmcache/prepare.py $$(ls target/wheels-python/forebay-*.whl)
 LMCACHE_VERSIONS ?= 0.5.6 0.5.7rc2
 SGLANG = $(PYTHON) tests/sglang/prepare.py $$(ls target/wheels-python/forebay-*.whl)
+# In two processes, because a vLLM that starts keeps one core busy: in one alone these files, in the other all the others.
+VLLM_FIRST = test_warm.py test_server.py test_prefetch.py
 vllm-ci: python
-	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=20 -m ci
+	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q -s --durations=10 -m ci $(VLLM_FIRST) & first=$$!; trap 'kill $$first' INT TERM; \
+		$$python -m pytest -q -s --durations=10 -m ci $(addprefix --ignore=,$(VLLM_FIRST)); second=$$?; wait $$first && exit $$second; }
 
 vllm-test: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=30
