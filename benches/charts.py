@@ -18,6 +18,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 #: Rows of benchmarks.json that are ratios to fio, and their names on the chart.
 SPEED = {
     "load, verified and scattered, llama-3.1-8b": "load, llama-3.1-8b",
+    "load, verified and scattered, llama-3.1-8b, four at once": "load, llama-3.1-8b, four at once",
     "load with codec exp4 beside fio": "load, llama-3.1-8b, codec, bytes of KV",
     "load, verified and scattered, deepseek-v3": "load, deepseek-v3 (MLA)",
     "store, gathered, journalled and flushed, llama-3.1-8b": "store, llama-3.1-8b",
@@ -30,7 +31,7 @@ OURS, PEER = "#1f6f8b", "#c9d6df"
 def speed():
     """Each figure beside fio: a bar for the median, a line from the least to the most."""
     rows = json.loads((DOCS / "benchmarks.json").read_text())["rows"]
-    figure, axes = plt.subplots(figsize=(8, 3.6))
+    figure, axes = plt.subplots(figsize=(8, 4))
     for place, (row, name) in enumerate(reversed(SPEED.items())):
         median, least, most = map(float, re.match(r"([\d.]+) \(min ([\d.]+), max ([\d.]+)", rows[row]["figure"]).groups())
         axes.barh(place, median, color=OURS, height=0.55)

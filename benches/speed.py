@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import statistics
@@ -305,11 +306,21 @@ class Bench:
             out.write("\n".join([before + BEGIN, *table(kept["rows"], kept["notes"]), END + rest.split(END)[1]]))
 
 
+def is_missed(target, figure):
+    """Whether a figure, which begins with its number, is beyond its target, which begins with `<=` or `>=`, or is empty."""
+    found = re.match(r"([<>])= ([\d.]+)", target)
+    if not found:
+        return False
+    bound, value = float(found[2]), float(re.match(r"[\d.]+", figure)[0])
+    return value > bound if found[1] == "<" else value < bound
+
+
 def table(rows, notes):
     """The lines of the table."""
     lines = ["| what | target | measured | commit, day | |", "|---|---|---|---|---|"]
     for title, row in rows.items():
-        lines.append(f"| {title} | {row['target']} | **{row['figure']}** | {row.get('commit', '?')}, {row['date'][:10]} | {row['detail']} |")
+        missed = ", missed" if is_missed(row["target"], row["figure"]) else ""
+        lines.append(f"| {title} | {row['target']} | **{row['figure']}**{missed} | {row.get('commit', '?')}, {row['date'][:10]} | {row['detail']} |")
     return [*lines, "", *(textwrap.fill(f"- {name}: {text}", 105, subsequent_indent="  ") for name, text in notes.items()), ""]
 
 
