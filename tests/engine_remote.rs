@@ -584,19 +584,20 @@ fn what_has_been_uploaded_and_what_is_gone_is_told_to_who_asks() {
 #[test]
 fn a_directory_is_a_store_too() {
     let shared = tempfile::tempdir().unwrap();
-    let (mut a, mut b) = (World::plain(), World::plain());
+    let (mut a, mut b, mut early) = (World::plain(), World::plain(), World::plain());
     let directory = shared.path().join("kv");
-    for world in [&mut a, &mut b] {
+    for world in [&mut a, &mut b, &mut early] {
         world.settings.remote_url = Some(format!("file://{}", directory.display()));
     }
-    let (one, two) = (a.open(), b.open());
-    let (p, kv) = (prompt(&one, N, 1), a.kv().filled(1));
     // One that is missing is not made: it may lie on a share that is not mounted.
-    let early = prompt(&one, N, 2);
-    assert_eq!(store(&one, &early, &kv, slots(N, 1)).stored, 3);
-    assert!(one.wait_uploaded(later()).unwrap());
+    let engine = early.open();
+    let kv = early.kv().filled(1);
+    assert_eq!(store(&engine, &prompt(&engine, N, 1), &kv, slots(N, 1)).stored, 3);
+    assert!(engine.wait_uploaded(later()).unwrap());
     assert!(!directory.exists());
     std::fs::create_dir(&directory).unwrap();
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = (prompt(&one, N, 1), a.kv().filled(1));
     assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
     assert!(one.wait_uploaded(later()).unwrap());
     assert_eq!(fetch(&two, &p).chunks, 3);

@@ -233,6 +233,23 @@ def test_two_tasks_await_the_same_store(eng: forebay.Engine) -> None:
     assert asyncio.run(both()) == [1, 1]
 
 
+def test_a_task_is_woken_though_another_has_asked_after_the_end(eng: forebay.Engine) -> None:
+    async def both() -> list[int]:
+        store = eng.store(list(range(32)), kv(), slots(32), by_layer=True)
+
+        async def one() -> int:
+            return (await store).stored
+
+        first = asyncio.create_task(one())
+        await asyncio.sleep(0.05)
+        store.all_layers()
+        store.wait()  # The loop does not run meanwhile.
+        second = await one()
+        return [await asyncio.wait_for(first, 60), second]
+
+    assert asyncio.run(both()) == [1, 1]
+
+
 def test_no_wait_holds_the_gil(eng: forebay.Engine) -> None:
     store = eng.store(list(range(32)), kv(), slots(32), by_layer=True)
     waiting = threading.Thread(target=store.wait)

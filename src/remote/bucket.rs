@@ -133,10 +133,7 @@ impl RemoteBucket {
         let limit = self.timeout.saturating_mul(parts.saturating_add(1));
         let put = |mode| {
             let options = PutOptions { mode, ..PutOptions::default() };
-            self.ask(limit, async {
-                self.check_root().await?;
-                self.store.put_opts(name, payload.clone(), options).await
-            })
+            self.ask(limit, self.store.put_opts(name, payload.clone(), options))
         };
         if !replace && !self.is_unconditional.load(Ordering::Relaxed) {
             match put(PutMode::Create).await {
@@ -150,7 +147,8 @@ impl RemoteBucket {
         put(PutMode::Overwrite).await.map(|_| true)
     }
 
-    async fn check_root(&self) -> object_store::Result<()> {
+    /// Whether the directory that is the store is there.
+    pub(super) async fn check_root(&self) -> object_store::Result<()> {
         let Some(root) = self.root.clone() else { return Ok(()) };
         let shown = root.display().to_string();
         if tokio::task::spawn_blocking(move || root.is_dir()).await.unwrap_or_default() {
@@ -195,6 +193,10 @@ impl RemoteBucket {
             return Err(RemoteCause::TimedOut);
         };
         let admitted = self.breaker.admit().ok_or(RemoteCause::CircuitOpen)?;
+        let request = async {
+            self.check_root().await?;
+            request.await
+        };
         let Ok(answer) = tokio::time::timeout(limit, request).await else {
             admitted.failed(&"it did not answer in time");
             return Err(RemoteCause::TimedOut);

@@ -140,6 +140,7 @@ impl RemoteStore {
         let store = self.bucket.store();
         let rate = |since: Instant| PART_BYTES as f64 / since.elapsed().as_secs_f64().max(1e-9);
         let since = Instant::now();
+        self.ask("put", self.bucket.check_root()).map_err(|e| ("put", e))?;
         self.ask("put", store.put(name, bytes.clone().into())).map_err(|e| {
             // It may have been stored all the same, and only the answer be lost.
             drop(self.ask("delete", store.delete(name)));

@@ -9,7 +9,8 @@
 //! Invariants:
 //! - A slot of the load pool is taken for a read that is then submitted, or to overwrite what did
 //!   not verify, which goes before reads. A slot that was taken and is not needed is kept as a
-//!   spare for the next, and given back when no load waits.
+//!   spare for the next, and given back when no load waits; one whose read a full queue has refused
+//!   goes back at once.
 //! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was
 //!   added.
 //! - Staging for hits comes from a pool of its own. Its slots are given away in pieces, and what is

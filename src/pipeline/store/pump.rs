@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::run::{Pause, Retry};
+use super::run::Retry;
 use super::{
     Backpressure, Computed, Glance, Store, StoreChunks, StoreInner, StorePlan, StoreResult, StoreSpec, StoreState,
 };
@@ -402,13 +402,9 @@ impl StorePump {
             if store.deadline.is_some_and(|d| d <= Instant::now()) {
                 store.end(ShedCause::TimedOut);
             }
-            if starved.len() < self.options.drives.max(1) {
-                let Pause { staging_of, room } = store.advance(&starved);
-                starved.extend(staging_of.filter(|drive| !starved.contains(drive)));
-                if room {
-                    waits_for_room = true;
-                    self.shed_without_room(store);
-                }
+            if starved.len() < self.options.drives.max(1) && !store.advance(&mut starved) {
+                waits_for_room = true;
+                self.shed_without_room(store);
             }
             store.commit();
         }
@@ -442,7 +438,7 @@ impl StorePump {
             return;
         }
         for store in stores {
-            let waiting = store.state.lock().wants_staging().and_then(|drive| since.get(&drive));
+            let waiting = starved_since(store, &since);
             if waiting.is_some_and(|since| since.elapsed() >= self.patience(store.backpressure)) {
                 store.update(|state| state.shed_ungathered(ShedCause::StagingFull));
                 // Those behind it may get on now.
@@ -464,15 +460,18 @@ impl StorePump {
     /// it look at once, so only stores count for which it will do something then.
     fn wake_at(&self, shared: &PumpShared, waits_for_room: bool) -> Option<Instant> {
         let deadlines = shared.stores.iter().filter_map(|s| s.deadline.filter(|_| !s.state.lock().only_commits()));
-        let starved = shared.stores.iter().filter(|_| !shared.starved.is_empty());
-        let patience = starved.filter_map(|s| {
-            let since = shared.starved.get(&s.state.lock().wants_staging()?)?;
-            Some(*since + self.patience(s.backpressure))
-        });
+        let patience = shared.stores.iter().filter(|_| !shared.starved.is_empty());
+        let patience =
+            patience.filter_map(|s| Some(starved_since(s, &shared.starved)? + self.patience(s.backpressure)));
         let retry = (!shared.retries.is_empty()).then(|| Instant::now() + RETRY);
         let room = waits_for_room.then(|| Instant::now() + ASK_AGAIN);
         deadlines.chain(patience).chain(retry).chain(room).min()
     }
+}
+
+/// Since when nothing has moved on the drives whose staging a store waits for: the longest.
+fn starved_since(store: &StoreInner, starved: &BTreeMap<usize, Instant>) -> Option<Instant> {
+    store.state.lock().wanting().filter_map(|drive| starved.get(&drive).copied()).min()
 }
 
 /// Submits writes again, each queue's in their order until it refuses one; gives back those that

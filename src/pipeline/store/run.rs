@@ -24,24 +24,16 @@ pub(super) struct Retry {
     since: Instant,
 }
 
-/// What a store waits for after [`StoreInner::advance`], beside what notifies the store thread.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Pause {
-    /// Staging for writes to this drive.
-    pub(super) staging_of: Option<usize>,
-    /// A slot to write to.
-    pub(super) room: bool,
-}
-
 impl StoreInner {
-    /// Opens slots and submits gathers, as long as there is something to gather and staging for it,
-    /// of which the drives in `starved` have none. Only for the store thread.
-    pub(super) fn advance(self: &Arc<Self>, starved: &[usize]) -> Pause {
-        let mut pause = Pause::default();
+    /// Opens slots and submits gathers, as long as there is something to gather and staging for it.
+    /// Drives that have none are in `starved`, or are added to it. Returns whether it has found room
+    /// for all slots. Only for the store thread.
+    pub(super) fn advance(self: &Arc<Self>, starved: &mut Vec<usize>) -> bool {
+        let mut has_room = true;
         loop {
-            let next = self.state.lock().next(!pause.room);
+            let next = self.state.lock().next(has_room, starved);
             match next {
-                NextStep::Nothing => return pause,
+                NextStep::Nothing => return has_room,
                 NextStep::Begin(chunk, begin) => {
                     let begun = begin();
                     let frame = self.frame_for(chunk, &begun);
@@ -50,7 +42,7 @@ impl StoreInner {
                     if open {
                         *self.no_room_since.lock() = None;
                     } else {
-                        pause.room = true;
+                        has_room = false;
                     }
                 }
                 NextStep::Gather(step, frame) => {
@@ -58,7 +50,6 @@ impl StoreInner {
                     // memory, from where it is copied to the frame.
                     let (buf, frame) = match frame {
                         Some(frame) if self.pump.mover().is_none() => (Some(frame), None),
-                        frame if starved.contains(&step.drive) => (None, frame),
                         frame => (self.pump.take_staging(step.drive), frame),
                     };
                     match buf {
@@ -66,7 +57,7 @@ impl StoreInner {
                         None => {
                             drop(frame);
                             self.update(|state| state.ungather(&step));
-                            return Pause { staging_of: Some(step.drive), ..pause };
+                            starved.push(step.drive);
                         }
                     }
                 }

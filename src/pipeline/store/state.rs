@@ -240,21 +240,26 @@ impl StoreState {
     }
 
     /// What to do next; a begun or gathered step is counted as under way. Where there is no room for
-    /// further slots, those that are open go on.
-    pub(super) fn next(&mut self, has_room: bool) -> NextStep {
+    /// further slots, or no staging for a drive that an open one waits for, the other open ones go
+    /// on.
+    pub(super) fn next(&mut self, has_room: bool, starved: &[usize]) -> NextStep {
         if self.finished || self.ready == 0 {
             return NextStep::Nothing;
         }
+        let may_begin = has_room && (starved.is_empty() || !self.wanting().any(|drive| starved.contains(&drive)));
         for i in 0..self.chunks.len() {
             let at = (self.cursor + i) % self.chunks.len();
             let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
             let all = ready == self.announced.len();
             let Some(chunk) = self.chunks.get_mut(at) else { continue };
-            if has_room && let StorePhase::Waiting(_) = chunk.phase {
+            if may_begin && let StorePhase::Waiting(_) = chunk.phase {
                 self.cursor = at;
                 if let StorePhase::Waiting(begin) = std::mem::replace(&mut chunk.phase, StorePhase::Opening) {
                     return NextStep::Begin(at, begin);
                 }
+            }
+            if matches!(&chunk.phase, StorePhase::Open(sink) if starved.contains(&sink.drive())) {
+                continue;
             }
             let Some(step) = chunk.step(at, ready, forced, group_bytes) else { continue };
             // Once all layers are computed, chunk after chunk, the head of the prefix first. Before
@@ -266,11 +271,11 @@ impl StoreState {
         NextStep::Nothing
     }
 
-    /// The drive of the next gather, if one waits for staging.
-    pub(super) fn wants_staging(&self) -> Option<usize> {
+    /// The drives of gathers that could be submitted if there were staging for them.
+    pub(super) fn wanting(&self) -> impl Iterator<Item = usize> {
         let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
-        let mut all = self.chunks.iter().enumerate().filter(|_| !self.finished);
-        all.find_map(|(i, c)| Some(c.peek(i, ready, forced, group_bytes)?.drive))
+        let all = self.chunks.iter().enumerate().filter(|_| !self.finished);
+        all.filter_map(move |(i, c)| Some(c.peek(i, ready, forced, group_bytes)?.drive))
     }
 
     /// Takes back a gather that could not be submitted.
@@ -706,9 +711,9 @@ mod tests {
         let mut state = StoreState::new(1, 2, 1 << 20);
         state.plan(StorePlan { chunks: vec![chunk], ..StorePlan::default() });
         state.announce_all(None);
-        let NextStep::Begin(at, begin) = state.next(true) else { panic!("its slot is to be opened") };
+        let NextStep::Begin(at, begin) = state.next(true, &[]) else { panic!("its slot is to be opened") };
         assert!(state.begun(at, begin(), None));
-        let NextStep::Gather(step, _) = state.next(true) else { panic!("it is to be gathered") };
+        let NextStep::Gather(step, _) = state.next(true, &[]) else { panic!("it is to be gathered") };
         state.shed(at, ShedCause::StagingFull);
         assert!(!state.is_gathered_all());
         state.ungather(&step);

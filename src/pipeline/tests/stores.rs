@@ -371,8 +371,9 @@ fn layers_of_open_slots_are_gathered_while_another_chunk_has_no_room() {
     let mut spec = w.store_spec(&kv, &slots);
     chunks_of(&mut spec)[1].begin = Box::new(never);
     let store = w.store(spec);
+    // The store gives up the chunk without room after five seconds.
+    let until = Instant::now() + Duration::from_secs(3);
     let written = |n: usize| {
-        let until = Instant::now() + Duration::from_secs(20);
         while w.disk.log().len() < n {
             assert!(Instant::now() < until, "layer {} waits for another chunk's room", n - 1);
             std::thread::sleep(Duration::from_millis(1));
@@ -413,6 +414,36 @@ fn a_drive_that_hangs_takes_no_staging_from_stores_to_another() {
     assert!(!late.is_finished());
     w.disk.run();
     assert_eq!(late.wait().stored, 6);
+    w.assert_staging_free();
+}
+
+#[test]
+fn of_a_store_to_two_drives_the_one_that_hangs_is_given_up_and_layers_for_the_other_go_on() {
+    let w = World::with(4, 2, |o| o.drives = 2);
+    let (slots, kv) = (w.slots(3), w.kv(3).filled(16));
+    let on = |at: usize, drive: usize| {
+        let slot = &slots[at];
+        Arc::new(Slot { drive, disk: Arc::clone(&slot.disk), layout: slot.layout.clone(), ..**slot })
+    };
+    w.disk.pause();
+    let late = w.store(w.store_spec(&kv, &[on(0, 1)]));
+    late.all_layers();
+    // The share of drive 1 is used up.
+    w.disk.wait_held(1);
+    let mut spec = w.store_spec(&kv, &[on(1, 0), on(2, 1)]);
+    spec.backpressure = Backpressure::Shed { patience: Duration::from_secs(2) };
+    let store = w.store(spec);
+    for layer in 0..LAYERS {
+        store.layer(layer).unwrap();
+        w.disk.wait_held(2);
+        let at = w.disk.held().iter().position(|seen| seen.slot == slots[1].slot).unwrap();
+        w.disk.end_one(at);
+    }
+    store.wait_gathered_all().unwrap();
+    let result = store.wait();
+    assert_eq!((result.stored, result.shed(ShedCause::StagingFull)), (1, 1), "{result:?}");
+    w.disk.run();
+    assert_eq!(late.wait().stored, 1);
     w.assert_staging_free();
 }
 

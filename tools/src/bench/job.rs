@@ -135,9 +135,12 @@ fn misplaced_in_index(rw: Rw, options: &JobOptions) -> Option<String> {
         ("size", options.size.is_some()),
         ("ioengine", options.ioengine.is_some()),
         ("model", options.kv.model.is_some()),
-        ("codec", options.kv.codec.is_some()),
+        ("block_size", options.kv.block_size.is_some()),
+        ("layout", options.kv.layout.is_some()),
+        ("compute_us", options.kv.compute_us.is_some()),
+        ("codec", options.kv.codec.is_some_and(|codec| codec != Coding::None)),
         ("verify", options.kv.verify == Some(true)),
-        ("local_cpu", options.kv.local_cpu.is_some()),
+        ("local_cpu", options.kv.local_cpu.is_some_and(|bytes| bytes > 0)),
     ];
     let (name, _) = given.into_iter().find(|(_, is_given)| *is_given)?;
     Some(format!("{name} would change nothing with rw={}", rw.word()))

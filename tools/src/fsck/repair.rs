@@ -78,7 +78,13 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
         }
         let damage = match RawLane::read(&files) {
             Ok(raw) => raw.damage.first().map(|d| d.what.clone()),
-            Err(e) => Some(fault_of_lane(e)?),
+            Err(e) => match fault_of_lane(e) {
+                Ok(what) => Some(what),
+                Err(e) => {
+                    report.leave(&files, &e);
+                    continue;
+                }
+            },
         };
         if let Some(what) = damage {
             let remedy = remedy(directory, &files, &what);

@@ -16,6 +16,8 @@ use super::source::Prompt;
 const MAX_ANSWER_BYTES: u64 = 16 << 20;
 /// The first pause before a request is tried again; each pause is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// How long a connection may take that is then tried again.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A server to send prompts to.
 #[derive(Clone, Debug)]
@@ -79,7 +81,10 @@ impl Server {
             return Err(Error::new(ErrorKind::InvalidInput, format!("{base:?} is no address of a server"))
                 .advice("write it as http://localhost:8000"));
         }
-        let config = ureq::Agent::config_builder().timeout_global(Some(timeout)).http_status_as_error(false);
+        let config = ureq::Agent::config_builder()
+            .timeout_global(Some(timeout))
+            .timeout_connect(Some(timeout.min(CONNECT_TIMEOUT)))
+            .http_status_as_error(false);
         Ok(Self { agent: config.build().into(), base, api_key, retries })
     }
 
