@@ -36,7 +36,6 @@ pub use choices::{
 };
 pub use load::Loader;
 pub use place::CacheIdentity;
-pub use value::parse_size;
 pub use warning::{Feature, Origin, Warning, WarningKind};
 
 const MIB: usize = 1 << 20;
@@ -341,6 +340,14 @@ impl Settings {
     #[must_use]
     pub fn at(cache_dir: impl AsRef<Path>) -> Self {
         Self { drives: vec![DriveSettings::new(cache_dir.as_ref())], ..Self::default() }
+    }
+
+    /// Bytes as the settings spell them, such as `200GiB`.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the text is no size.
+    pub fn parse_size(text: &str) -> Result<u64> {
+        value::parse_size(text)
     }
 
     /// The keys of all settings, in the order of the struct.

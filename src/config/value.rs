@@ -181,11 +181,8 @@ pub(super) fn size_of(value: &Value) -> Result<u64, String> {
     read_size(value, 1)
 }
 
-/// Bytes as the settings spell them, such as `200GiB`.
-///
-/// # Errors
-/// `InvalidInput` where the text is no size.
-pub fn parse_size(text: &str) -> crate::Result<u64> {
+/// As [`Settings::parse_size`](super::Settings::parse_size).
+pub(super) fn parse_size(text: &str) -> crate::Result<u64> {
     size_of(&Value::from(text)).map_err(|why| {
         let (reason, advice) = why.split_once("; ").unwrap_or((&why, ""));
         Error::new(ErrorKind::InvalidInput, reason.to_owned()).advice(advice.to_owned())

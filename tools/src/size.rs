@@ -29,7 +29,7 @@ fn scaled(text: &str, number: &str, factor: u64) -> Result<u64> {
 
 /// Bytes as the settings spell them: `200GiB`, `200g`, `4096`.
 pub(crate) fn parse_bytes(text: &str) -> Result<u64> {
-    forebay::config::parse_size(text)
+    forebay::config::Settings::parse_size(text)
 }
 
 /// Bytes from fio's spelling: `4k`, `1m`, `2g`, `0x1000`, `4096`.
