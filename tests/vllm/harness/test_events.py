@@ -67,6 +67,7 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy
 
 
 def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_misses_it(tmp_path: Path, device: str) -> None:
+    (tmp_path / "store").mkdir()
     url = (tmp_path / "store").as_uri()
     patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "remote_url": url}
     server = Server(Shape(ranks=2, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
