@@ -4,7 +4,7 @@
 //! thread in Python (`forebay/_logging.py`) takes lines out and hands them to the logger `forebay`.
 //! A full queue drops lines and counts them. A forked child, in which that thread is not, says
 //! nothing before it opens something itself.
-#![expect(unsafe_code, reason = "a queue that is never freed, for which a lock could be held in a fork")]
+#![expect(unsafe_code, reason = "a pointer to a queue that is never freed; a fork may hold any lock")]
 
 use std::fmt::{self, Write as _};
 use std::ptr;
