@@ -3,7 +3,7 @@ that of a computed one.
 
 Model `speed` of tests/vllm/model.py in bfloat16; prompts of a preamble, 16 segments of 240 tokens
 in an order of their own, and a question: 4096 tokens. Each round asks for one order once computed
-and once per share of tokens computed anew; every order is new, so that no prefix of it is cached.
+and once per share of tokens recomputed; every order is new, so that no prefix of it is cached.
 Then each arm once more while other requests generate: the longest that these wait for a token.
 Weights are random: what blending costs in quality is measured by tests/vllm/blend_quality.py, with
 a trained model.
@@ -143,7 +143,7 @@ def main() -> None:
         options.json.write_text(json.dumps(times))
     for what in ("first token", "others wait"):
         base = statistics.median(times["computed"][what])
-        print(f"| computed anew | {what}, median | smallest to largest | of computed |\n|---|---|---|---|")
+        print(f"| recomputed | {what}, median | smallest to largest | of computed |\n|---|---|---|---|")
         for arm, of in times.items():
             middle = statistics.median(of[what])
             print(f"| {arm} | {middle:.3f} s | {min(of[what]):.3f} to {max(of[what]):.3f} s | {middle / base:.2f} |")

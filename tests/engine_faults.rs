@@ -4,8 +4,8 @@
 
 mod engine_world;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use engine_world::{BLOCK, CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
@@ -55,6 +55,43 @@ fn a_damaged_chunk_is_a_miss_with_its_blocks_and_the_next_store_heals_it() {
         assert_eq!(load(&engine, &p, &b, to.clone()).tokens, n);
         assert_same("healed", (&a, &from), (&b, &to));
     }
+}
+
+#[test]
+fn a_load_whose_chunks_are_removed_under_it_is_a_miss_and_no_damage() {
+    let (reached, is_reached) = mpsc::channel();
+    let (go, may_go) = mpsc::channel::<()>();
+    let held = Arc::new(Mutex::new(Some((reached, may_go))));
+    let armed = Arc::new(AtomicBool::new(false));
+    let switch = Arc::clone(&armed);
+    // The first read waits here until the chunks are gone.
+    let w = World::plain().with_read_faults(move |_, r| {
+        if r.op == Op::Read
+            && switch.load(Ordering::SeqCst)
+            && let Some((reached, may_go)) = held.lock().unwrap().take()
+        {
+            reached.send(()).unwrap();
+            may_go.recv().unwrap();
+        }
+        None
+    });
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let p = prompt(&engine, n, 1);
+    assert_eq!(store(&engine, &p, &w.kv().filled(1), slots(n, 1)).stored, 2);
+    armed.store(true, Ordering::SeqCst);
+    let kv = w.kv();
+    let result = std::thread::scope(|s| {
+        let loading = s.spawn(|| load(&engine, &p, &kv, slots(n, 2)));
+        is_reached.recv().unwrap();
+        engine.remove(&p).unwrap();
+        go.send(()).unwrap();
+        loading.join().unwrap()
+    });
+    assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (0, 0), "{result:?}");
+    assert!(result.missed(MissCause::NotFound) > 0, "{result:?}");
+    let stats = engine.stats().unwrap();
+    assert_eq!((stats.missed(MissCause::Corrupt), stats.log.bad_chunks), (0, 0));
 }
 
 #[test]

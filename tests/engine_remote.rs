@@ -264,6 +264,9 @@ fn an_expired_chunk_and_one_of_another_namespace_are_not_served() {
     clock.advance_s(61);
     assert_eq!(matched(&two, &p), 0, "it expires here as it does there");
     assert_eq!(fetch(&two, &p).stopped, Some("expired"));
+    let requests = server.requests(&Method::GET);
+    assert_eq!(fetch(&two, &p).stopped, Some("absent"), "it is not read again");
+    assert_eq!(server.requests(&Method::GET), requests);
     // The same bytes under the name of another model.
     let mut c = Machine::new(&server);
     c.world.settings.fingerprint = Some("other weights".into());
@@ -314,11 +317,12 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
 fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());
-    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
+    let (mut a, mut b, mut c) = (Machine::new(&server), Machine::new(&server), Machine::new(&server));
     let clock = TestClock::new();
-    a.world.clock = Some(Arc::clone(&clock) as _);
-    b.world.clock = Some(Arc::clone(&clock) as _);
-    let (one, two) = (a.open(), b.open());
+    for machine in [&mut a, &mut b, &mut c] {
+        machine.world.clock = Some(Arc::clone(&clock) as _);
+    }
+    let (one, two, three) = (a.open(), b.open(), c.open());
     let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
     let store_for_a_minute = || {
         let mut request = StoreRequest::new(&p, &kv.kv, slots(N, 1));
@@ -347,8 +351,8 @@ fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     assert_eq!(wait(&into.restore(two.log().unwrap(), (objects, one_chunk), later())).chunks, 1);
     assert_eq!(b.check(&two, &q, &kv), CHUNK);
     assert_eq!(store_for_a_minute(), (7, 0));
-    assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
-    assert_eq!(b.check(&two, &p, &kv), N);
+    assert_eq!(fetch(&three, &p), Fetched { chunks: 3, stopped: None });
+    assert_eq!(c.check(&three, &p, &kv), N);
     // One that somebody can still use stays as it is.
     one.log().unwrap().remove(p.keys()).unwrap();
     clock.advance_s(30);

@@ -225,6 +225,9 @@ fn what_is_being_stored_is_not_written_twice() {
     assert_eq!(lens(mixed), [0, 400, 0]);
     assert_eq!((lens(small), lens(alone), lens(parts)), (vec![100, 200], vec![100_000], vec![17 * MIB as u64]));
     assert_eq!(store.stats().already_there, 4);
+    let before = store.stats().puts.bytes;
+    let same = submit(vec![object("e", 1, 100), object("e", 2, 100), object("e", 3, 100)]);
+    assert_eq!((lens(same), store.stats().puts.bytes - before), (vec![100; 3], 100), "written once");
     for (key, len) in [("a", 100), ("b", 200), ("c", 100_000), ("d", 17 * MIB), ("new", 400)] {
         assert!(get_one(&store, key, len) == Ok(value(key, 1, len)), "{key}");
         // The claims have ended with the puts.

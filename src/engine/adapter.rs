@@ -58,14 +58,14 @@ impl ChunkSource for LogSource {
         Ok(header.layers.iter().map(|l| l.crc).collect())
     }
 
-    fn report_bad(&self, cause: MissCause) {
+    fn report_bad(&self, cause: MissCause) -> MissCause {
         let why = match cause {
             MissCause::Corrupt => Bad::Corrupt,
             MissCause::Io | MissCause::ShortIo => Bad::Io,
             MissCause::TimedOut => Bad::TimedOut,
-            _ => return,
+            _ => return cause,
         };
-        self.log.report_bad(&self.chunk, why);
+        if self.log.report_bad(&self.chunk, why) { cause } else { MissCause::NotFound }
     }
 }
 

@@ -117,6 +117,10 @@ impl Log {
         let (stop, threads, maintenance) = (Arc::default(), Mutex::default(), Mutex::default());
         let log = Self { ctx, volumes, stop, threads, maintenance };
         log.start_threads()?;
+        for volume in &log.volumes {
+            let capacity_bytes = volume.own().and_then(|lane| lane.budget.as_ref().map(|b| b.capacity_bytes()));
+            tracing::info!(dir = %volume.shard_dir.display(), capacity_bytes, "the cache is open");
+        }
         Ok(Arc::new(log))
     }
 
@@ -290,7 +294,7 @@ impl Log {
                 id: paths::hex(&volume.id),
                 dir: volume.root.display().to_string(),
                 disk_bytes: budget::allocated_below(&volume.root).unwrap_or(0),
-                healthy: volume.is_up(),
+                healthy: volume.is_up() && volume.answers.is_good(),
                 draining: volume.is_draining(),
                 wear: volume.wear_stats(),
                 ..DriveStats::default()

@@ -56,10 +56,7 @@ impl Opening {
                     return;
                 }
                 match open() {
-                    Ok(log) => {
-                        tracing::info!("the cache is open now");
-                        return opening.opened(log);
-                    }
+                    Ok(log) => return opening.opened(log),
                     Err(e) => opening.failed(e),
                 }
             }

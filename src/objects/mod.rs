@@ -206,7 +206,7 @@ impl ObjectStore {
     /// its value. Of a key that comes several times the first value is stored.
     ///
     /// Once a key is answered with yes and its length, all processes find its bytes. They survive a
-    /// kill of this process one commit interval later, and a power cut from the next
+    /// kill of this process some milliseconds later, and a power cut from the next
     /// [`flush`](Self::flush) on.
     ///
     /// # Errors

@@ -68,7 +68,10 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, options: P
     for item in broken {
         let (own, log) = (Arc::clone(core), Arc::clone(&log));
         let key = item.key;
-        let store = move || own.work.clone().begin(Box::new(move || write(&own, &log, vec![item], terms)));
+        let store = move |mended: Result<(), ObjectCause>| match mended {
+            Ok(()) => own.work.clone().begin(Box::new(move || write(&own, &log, vec![item], terms))),
+            Err(cause) => item.ticket.no(cause),
+        };
         core.removal.mend(key, Box::new(store));
     }
     write(core, &log, missing, terms);
@@ -245,7 +248,8 @@ impl Large {
         match end {
             // The first parts may have been evicted for the last ones.
             Ok(Stored::Written) if presence(&self.log, &self.version.object) != Presence::Whole => {
-                core.removal.clean(vec![self.version.object]);
+                // Only if it is still broken: another process may have stored it anew.
+                core.removal.mend(self.version.object, Box::new(drop));
                 self.give_up(core, Err(ObjectCause::NoSpace));
             }
             Ok(Stored::Written) => self.answer(end),

@@ -34,12 +34,8 @@ pub(super) fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause
         ObjectCause::TimedOut => Bad::TimedOut,
         _ => return cause,
     };
-    // A deletion makes slots unreadable while reads of them are under way.
-    if why == Bad::Corrupt && log.peek(&chunk.key).is_none_or(|now| now.sequence != chunk.sequence) {
-        return ObjectCause::NotFound;
-    }
-    log.report_bad(chunk, why);
-    cause
+    // Deletions and evictions make slots unreadable while reads of them are under way.
+    if log.report_bad(chunk, why) { cause } else { ObjectCause::NotFound }
 }
 
 /// One slot with one object, part or head.

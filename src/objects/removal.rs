@@ -13,15 +13,17 @@ use parking_lot::Mutex;
 use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::get::{Presence, presence};
 use super::names::{Version, is_name};
-use super::work::Job;
-use crate::error::{Error, Result};
+use crate::error::{self, Error};
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Opening};
+
+/// What goes on when what is left of an object is removed, or could not be.
+type Mended = Box<dyn FnOnce(Result<(), ObjectCause>) + Send>;
 
 enum Message {
     Delete(Vec<(Vec<u8>, Ticket)>),
     Clean(Vec<ChunkKey>),
-    Mend(ChunkKey, Job),
+    Mend(ChunkKey, Mended),
 }
 
 /// The way to the thread.
@@ -33,7 +35,7 @@ pub(super) struct RemovalThread {
 }
 
 impl RemovalThread {
-    pub(super) fn start(opening: Arc<Opening>) -> Result<Self> {
+    pub(super) fn start(opening: Arc<Opening>) -> error::Result<Self> {
         let (send, receive) = crossbeam_channel::unbounded();
         let until = Arc::new(OnceLock::new());
         let end = Arc::clone(&until);
@@ -66,8 +68,9 @@ impl RemovalThread {
         self.send(Message::Clean(keys));
     }
 
-    /// Removes what is left of an object that has lost parts, then runs `then`.
-    pub(super) fn mend(&self, key: ChunkKey, then: Job) {
+    /// Removes what is left of an object that has lost parts, if it has, then runs `then` with how
+    /// that went.
+    pub(super) fn mend(&self, key: ChunkKey, then: Mended) {
         self.send(Message::Mend(key, then));
     }
 
@@ -101,18 +104,21 @@ fn run(opening: &Opening, receive: &Receiver<Message>, until: &OnceLock<Instant>
         match message {
             Message::Delete(names) => delete(log, names),
             Message::Clean(keys) => clean(log, &keys),
-            Message::Mend(key, then) => {
-                // Looked up again: this may come after the mending of another put of the key, which
-                // has stored it anew.
-                if let Some(Presence::Broken(version)) = log.map(|log| presence(log, &key)) {
-                    let mut keys = version.keys();
-                    keys.insert(0, key);
-                    clean(log, &keys);
-                }
-                then();
-            }
+            Message::Mend(key, then) => then(log.map_or(Err(ObjectCause::Closed), |log| mend(log, key))),
         }
     }
+}
+
+fn mend(log: &Arc<Log>, key: ChunkKey) -> Result<(), ObjectCause> {
+    // Looked up again: this may come after the mending of another put of the key, which has stored
+    // it anew.
+    let Presence::Broken(version) = presence(log, &key) else { return Ok(()) };
+    let mut keys = version.keys();
+    keys.insert(0, key);
+    log.remove(&keys).map(drop).map_err(|e| {
+        tracing::warn!(error = %e, "what is left of an object that lost a part could not be removed");
+        ObjectCause::of_transfer(&e)
+    })
 }
 
 fn clean(log: Option<&Arc<Log>>, keys: &[ChunkKey]) {
@@ -150,7 +156,7 @@ fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) {
         }
         Err(e) => {
             tracing::warn!(error = %e, "objects could not be removed");
-            let cause = ObjectCause::of(&e);
+            let cause = ObjectCause::of_transfer(&e);
             tickets.into_iter().for_each(|ticket| ticket.no(cause));
         }
     }

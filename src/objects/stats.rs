@@ -55,7 +55,8 @@ impl ObjectCounters {
         match result.cause {
             None => {
                 of.ok.fetch_add(keys, Ordering::Relaxed);
-                of.bytes.fetch_add(keys * result.len, Ordering::Relaxed);
+                // Of several puts of one key the first is written.
+                of.bytes.fetch_add(result.len, Ordering::Relaxed);
                 if kind == BatchKind::Put && *result == KeyResult::was_there() {
                     self.already_there.fetch_add(keys, Ordering::Relaxed);
                 }

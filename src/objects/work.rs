@@ -67,8 +67,8 @@ impl StagingClass {
     }
 }
 
-/// Batches are not planned while more jobs than this wait for staging: each holds a lease or a
-/// place in a segment.
+/// Batches are not planned while more jobs than this wait for staging on every drive: each holds a
+/// lease or a place in a segment. One drive that hangs does not keep batches from the others.
 const MANY: usize = 4096;
 
 /// The jobs of one drive and one direction.
@@ -155,8 +155,11 @@ impl WorkState {
         queues.get_mut(drive.min(last))
     }
 
-    fn staged(&self) -> usize {
-        self.drives.iter().flatten().map(|queue| queue.jobs.len() + queue.opens.len()).sum()
+    /// Jobs that wait for staging on the drive where the fewest do.
+    fn fewest_staged(&self) -> usize {
+        let [loads, stores] = &self.drives;
+        let staged = |queue: &DriveQueue| queue.jobs.len() + queue.opens.len();
+        loads.iter().zip(stores).map(|(loads, stores)| staged(loads) + staged(stores)).min().unwrap_or_default()
     }
 
     fn take_staged(&mut self) -> Vec<Staged> {
@@ -368,7 +371,7 @@ impl Workers {
             if let Some(next) = order.into_iter().find_map(|way| self.start_any(&mut state, way, now)) {
                 return next;
             }
-            if state.staged() < MANY
+            if state.fewest_staged() < MANY
                 && let Some(job) = state.begins.pop_front()
             {
                 return NextJob::Run(job);

@@ -313,7 +313,7 @@ fn commit(core: &Arc<Core>, slot: &SlotWriter, crcs: &[u32], done: Done<Stored>)
     let core = Arc::clone(core);
     let told = move |result: crate::error::Result<bool>| {
         let stored = |is_kept| if is_kept { Stored::Written } else { Stored::WasThere };
-        done(&core, result.map(stored).map_err(|e| ObjectCause::of(&e)));
+        done(&core, result.map(stored).map_err(|e| ObjectCause::of_transfer(&e)));
     };
     slot.commit(crcs, Box::new(told));
 }

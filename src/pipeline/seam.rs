@@ -45,8 +45,9 @@ pub trait ChunkSource: Send + Sync {
     }
 
     /// Called when the chunk could not be read or is not what was stored, so that later lookups
-    /// miss it.
-    fn report_bad(&self, cause: MissCause);
+    /// miss it. Returns the cause to count, which is another where the chunk had been evicted or
+    /// removed when it was read.
+    fn report_bad(&self, cause: MissCause) -> MissCause;
 }
 
 /// A slot that is being written. Dropping it without a commit aborts the put.

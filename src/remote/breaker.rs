@@ -11,8 +11,8 @@ const MOST_FAILURES: u32 = 5;
 /// How long it is left alone: the first time, and at most.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// A request that its caller gives up unanswered after this long counts as failed: callers may wait
-/// for a shorter time than the time-out.
+/// A request that its caller gives up after this long counts as failed, unless anything has come
+/// from the store meanwhile: callers may wait for a shorter time than the time-out.
 const SLOW: Duration = Duration::from_secs(1);
 
 /// The state of one remote store.
@@ -26,6 +26,8 @@ struct State {
     pause: Option<(Instant, Duration)>,
     /// A request is trying whether it works again.
     trying: bool,
+    /// When something came from it last.
+    heard: Option<Instant>,
 }
 
 /// A request that was admitted. Its end decides about the next ones.
@@ -52,6 +54,11 @@ impl Breaker {
         Some(Admitted { breaker: self, since: Instant::now(), is_trial, ended: false })
     }
 
+    /// Notes that bytes have come, of an answer that is not complete.
+    pub(super) fn heard(&self) {
+        self.0.lock().heard = Some(Instant::now());
+    }
+
     /// Whether all requests are admitted.
     pub(super) fn is_closed(&self) -> bool {
         self.0.lock().pause.is_none()
@@ -75,7 +82,7 @@ impl State {
     /// Notes an answer; whether the store had been left alone before it.
     fn worked(&mut self) -> bool {
         let was_paused = self.pause.is_some();
-        *self = Self::default();
+        *self = Self { heard: Some(Instant::now()), ..Self::default() };
         was_paused
     }
 
@@ -113,7 +120,8 @@ impl Drop for Admitted<'_> {
         if self.ended {
             return;
         }
-        if self.since.elapsed() >= SLOW {
+        let has_heard = self.breaker.0.lock().heard.is_some_and(|at| at > self.since);
+        if !has_heard && self.since.elapsed() >= SLOW {
             return self.breaker.failed(self.is_trial, &"it did not answer before its caller gave up");
         }
         if self.is_trial {
@@ -148,6 +156,29 @@ mod tests {
         past(&mut breaker.0.lock());
         breaker.admit().unwrap().worked();
         assert!(breaker.is_closed() && breaker.admit().is_some());
+    }
+
+    #[test]
+    fn what_is_given_up_counts_as_failed_unless_something_has_come_meanwhile() {
+        let breaker = Breaker::default();
+        let slow = |breaker: &Breaker, heard: bool| {
+            let mut request = breaker.admit().unwrap();
+            request.since = Instant::now().checked_sub(SLOW).unwrap();
+            if heard {
+                breaker.heard();
+            }
+            drop(request);
+        };
+        for _ in 0..2 * MOST_FAILURES {
+            slow(&breaker, true);
+        }
+        assert!(breaker.is_closed(), "the store is slow, and works");
+        breaker.0.lock().heard = None;
+        for _ in 0..MOST_FAILURES {
+            assert!(breaker.is_closed());
+            slow(&breaker, false);
+        }
+        assert!(!breaker.is_closed());
     }
 
     #[test]

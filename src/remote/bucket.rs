@@ -119,6 +119,7 @@ impl RemoteBucket {
             while let Some(bytes) = stream.try_next().await? {
                 let Some(rest) = left.checked_sub(bytes.len() as u64) else { return Ok(Err(RemoteCause::Corrupt)) };
                 left = rest;
+                self.breaker.heard();
                 take(&bytes);
             }
             Ok(if left == 0 { Ok(()) } else { Err(RemoteCause::Io) })

@@ -130,15 +130,19 @@ impl Drop for Fetch {
 }
 
 /// Marks a fetch as over when it is dropped: its task may have been aborted.
-struct Running(Arc<FetchState>);
+struct Running {
+    state: Arc<FetchState>,
+    shared: Arc<Shared>,
+}
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let mut progress = self.0.progress.lock();
+        let mut progress = self.state.progress.lock();
         if !progress.over {
             (progress.stopped, progress.over) = (Some(RemoteCause::Cancelled), true);
+            self.shared.counters.not_fetched.add(RemoteCause::Cancelled, 1);
         }
-        self.0.over.notify_all();
+        self.state.over.notify_all();
     }
 }
 
@@ -168,20 +172,20 @@ pub(super) fn start(
 ) -> Fetch {
     let started = Instant::now();
     let state = Arc::new(FetchState::default());
-    let running = Running(Arc::clone(&state));
-    let shared = Arc::clone(shared);
+    let running = Running { state: Arc::clone(&state), shared: Arc::clone(shared) };
     let task = runtime.spawn(async move {
+        let Running { state, shared } = &running;
         let all = async {
             match order {
-                FetchOrder::Prompt(wanted) => run(&shared, &to, wanted, &running.0).await,
-                FetchOrder::Listed(objects, most) => restore::run(&shared, &to, (objects, most), &running.0).await,
+                FetchOrder::Prompt(wanted) => run(shared, &to, wanted, state).await,
+                FetchOrder::Listed(objects, most) => restore::run(shared, &to, (objects, most), state).await,
             }
         };
         let stopped = tokio::time::timeout_at(deadline.into(), all).await.unwrap_or(Some(RemoteCause::TimedOut));
         if let Some(cause) = stopped {
             shared.counters.not_fetched.add(cause, 1);
         }
-        let mut progress = running.0.progress.lock();
+        let mut progress = state.progress.lock();
         (progress.stopped, progress.over, progress.times) = (stopped, true, Some(started..Instant::now()));
     });
     Fetch { state, task: Some(task.abort_handle()) }
@@ -264,7 +268,9 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
             Ok(PutOutcome::Started(put)) => {
                 let end = fill((shared, to, room), (wanted, &layout, turn), put).await;
                 match end {
-                    Err(RemoteCause::Absent) => shared.known.set(&wanted.key, RemotePresence::Absent),
+                    Err(RemoteCause::Absent | RemoteCause::Expired) => {
+                        shared.known.set(&wanted.key, RemotePresence::Absent);
+                    }
                     Err(RemoteCause::Corrupt) => shared.known.set(&wanted.key, RemotePresence::Damaged),
                     _ => {}
                 }

@@ -354,21 +354,13 @@ async fn is_on_a_drive(log: &Log, key: &ChunkKey) -> bool {
     true
 }
 
-fn is_still_there(log: &Log, chunk: &Chunk) -> bool {
-    log.peek(&chunk.key).is_some_and(|there| there.sequence == chunk.sequence)
-}
-
 /// The object of a chunk, verified.
 async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Bytes>, RemoteCause> {
     let layout = chunk.layout.clone();
     let header = piece(log, chunk, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
     let bad = || {
         // A chunk may have no lease, as in a read-only cache: then its slot may have been erased.
-        if !is_still_there(log, chunk) {
-            return RemoteCause::Gone;
-        }
-        log.report_bad(chunk, Bad::Corrupt);
-        RemoteCause::Corrupt
+        if log.report_bad(chunk, Bad::Corrupt) { RemoteCause::Corrupt } else { RemoteCause::Gone }
     };
     let header = log.check_header(chunk, header.as_slice()).map_err(|_| bad())?;
     let mut pieces = Vec::new();

@@ -96,7 +96,7 @@ pub struct DriveStats {
     pub live_bytes: u64,
     /// Chunks and objects that can be found.
     pub chunks: u64,
-    /// Whether it takes puts.
+    /// Whether it takes puts and is read.
     pub healthy: bool,
     /// Whether it is being drained.
     pub draining: bool,

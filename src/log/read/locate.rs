@@ -252,30 +252,31 @@ impl Log {
     /// not read in time stays.
     /// After several errors in a row nothing on the drive is found for a while: a load would only
     /// wait, and hold staging.
-    pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
-        let Some(volume) = self.volumes.get(chunk.drive) else { return };
+    /// Returns whether it is the chunk that is bad: during a load without a lease it may have been
+    /// moved or removed. Then what was read is another's, and a read behind the file's new end no
+    /// error of the drive.
+    pub fn report_bad(&self, chunk: &Chunk, why: Bad) -> bool {
+        let Some(volume) = self.volumes.get(chunk.drive) else { return true };
         if matches!(why, Bad::TimedOut) {
             self.ctx.counters.bad_chunks.add(1);
             self.tell_bad(chunk, why);
-            return volume.note_bad_read(ErrorKind::TimedOut);
+            volume.note_bad_read(ErrorKind::TimedOut);
+            return true;
         }
-        // During a load without a lease the chunk may have been moved or removed: then what was read
-        // is another's, and a read behind the file's new end no error of the drive.
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
-        if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
-            self.ctx.counters.bad_chunks.add(1);
-            // A reader cannot remove it; and one bad chunk that is asked for again and again is no
-            // bad drive.
-            if self.ctx.check_writable().is_err() {
-                return;
-            }
+        let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) else { return false };
+        self.ctx.counters.bad_chunks.add(1);
+        // A reader cannot remove it; and one bad chunk that is asked for again and again is no bad
+        // drive.
+        if self.ctx.check_writable().is_ok() {
             if matches!(why, Bad::Io) {
                 volume.note_bad_read(ErrorKind::Io);
             }
             self.tell_bad(chunk, why);
             discard(volume, &chunk.lane, &entry);
         }
+        true
     }
 }
 

@@ -77,12 +77,12 @@ fn a_reader_leaves_a_drive_alone_that_does_not_answer() {
     log.flush().unwrap();
     let reader = reader(dir.path()).unwrap();
     let damaged = reader.locate(&key(0), PIN).unwrap();
-    (0..8).for_each(|_| reader.report_bad(&damaged, Bad::Io));
+    (0..8).for_each(|_| assert!(reader.report_bad(&damaged, Bad::Io)));
     assert!(reader.answers(), "it is one chunk");
     for n in 0..8 {
         let chunk = reader.locate(&key(n), PIN);
         assert_eq!(chunk.is_some(), reader.answers());
-        chunk.iter().for_each(|chunk| reader.report_bad(chunk, Bad::TimedOut));
+        chunk.iter().for_each(|chunk| assert!(reader.report_bad(chunk, Bad::TimedOut)));
     }
     assert!(!reader.answers());
     assert!((0..8).all(|n| load(&log, n).is_ok()), "it removes nothing");

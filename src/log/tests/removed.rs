@@ -3,12 +3,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::holes::{chained, give_up, hole_punching};
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::index::Mark;
+use crate::io::{self, Fault, Faulty, Op};
 use crate::log::base::paths;
 use crate::log::{Bad, Log, LogOptions, PutOutcome, Turn};
 
@@ -54,6 +56,33 @@ fn a_removal_makes_the_header_unreadable_in_the_own_lane() {
         log.abandon();
         assert_eq!(after_all(dir.path(), 0..6), [vec![0, 1, 4, 5], vec![0, 1, 4, 5]], "sealed: {sealed}");
     }
+}
+
+#[test]
+fn a_removal_that_takes_the_drive_longer_than_a_transfer_may_succeeds() {
+    let dir = temp();
+    let slow = Arc::new(AtomicBool::new(false));
+    let is_slow = Arc::clone(&slow);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let is_slow = Arc::clone(&is_slow);
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
+            let is_late = request.op == Op::Write && is_slow.load(Ordering::SeqCst);
+            is_late.then_some(Fault::Delay(Duration::from_millis(150)))
+        }));
+        Ok(drive)
+    };
+    let io_timeout = Duration::from_secs(2);
+    let options =
+        LogOptions { foreground: true, io_timeout, drive_factory: Some(Arc::new(factory)), ..options(dir.path()) };
+    let log = Log::open(options).unwrap();
+    // Each slot takes a write.
+    log.volumes[0].own().unwrap().set_no_holes();
+    let keys: Vec<_> = (0..20).map(key).collect();
+    (0..20).for_each(|n| assert!(store(&log, n)));
+    slow.store(true, Ordering::SeqCst);
+    assert_eq!(log.remove(&keys).unwrap(), [true; 20]);
+    assert!((0..20).all(|n| !has(&log, n)));
 }
 
 #[test]

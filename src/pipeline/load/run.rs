@@ -229,7 +229,10 @@ impl LoadInner {
             Some(e) => Some(Err(e)),
         };
         let bad = scattered.and_then(|outcome| self.judge(&step, &wanted, outcome, header));
-        let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
+        let (bad, reported) = match bad.map(|cause| self.report(step.chunk, cause)) {
+            Some((cause, reported)) => (Some(cause), reported),
+            None => (None, false),
+        };
         self.update(|state| {
             state.end_report(reported);
             state.end_scatter(&step);
@@ -322,7 +325,7 @@ impl LoadInner {
 
     /// Fails a chunk: see [`LoadState::fail`].
     pub(super) fn fail(self: &Arc<Self>, chunk: usize, cause: MissCause) {
-        let reported = self.report(chunk, cause);
+        let (cause, reported) = self.report(chunk, cause);
         self.update(|state| {
             state.end_report(reported);
             state.fail(chunk, cause);
@@ -330,13 +333,14 @@ impl LoadInner {
     }
 
     /// Reports a bad chunk to the log before the caller can learn of it: a store that follows must
-    /// not find the chunk there. A chunk that has failed already is not reported again. Returns
-    /// whether a report was counted, to be given to [`LoadState::end_report`].
-    fn report(&self, chunk: usize, cause: MissCause) -> bool {
+    /// not find the chunk there. A chunk that has failed already is not reported again. Returns the
+    /// cause to count, and whether a report was begun, to be given to [`LoadState::end_report`].
+    fn report(&self, chunk: usize, cause: MissCause) -> (MissCause, bool) {
         let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
-        let Some(source) = source.filter(|_| self.state.lock().begin_report(chunk)) else { return false };
-        source.report_bad(cause);
-        true
+        match source.filter(|_| self.state.lock().begin_report(chunk)) {
+            Some(source) => (source.report_bad(cause), true),
+            None => (cause, false),
+        }
     }
 
     /// Ends the whole load. Its memory may be written until [`LoadInner::seal`] has returned. The

@@ -570,7 +570,9 @@ impl LoadState {
         if self.finished || chunk >= self.first_failed {
             return;
         }
-        if self.judges_all && matches!(cause, MissCause::Corrupt | MissCause::Io | MissCause::ShortIo) {
+        let is_of_chunk =
+            matches!(cause, MissCause::Corrupt | MissCause::Io | MissCause::ShortIo | MissCause::NotFound);
+        if self.judges_all && is_of_chunk {
             self.set_aside(chunk, cause);
         } else {
             self.fail_from(chunk, cause);

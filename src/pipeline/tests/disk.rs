@@ -303,8 +303,9 @@ impl ChunkSource for Slot {
         Some(FrameId { key: self.key, sequence: 1 })
     }
 
-    fn report_bad(&self, cause: MissCause) {
+    fn report_bad(&self, cause: MissCause) -> MissCause {
         self.disk.inside.lock().bad.push((self.slot, cause));
+        cause
     }
 }
 
