@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use forebay::config::{Capacity, MinFree, Settings};
-use forebay::device::{HostDevice, HostOptions, PagedKv};
+use forebay::device::{HostDevice, PagedKv};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, Prompt, StoreRequest};
 use forebay::geometry::Geometry;
 use forebay::io::AlignedBuf;
@@ -111,7 +111,7 @@ fn open(dir: &Path, server: &Server) -> Engine {
     settings.allow_any_filesystem = true;
     settings.remote_url = Some(format!("s3://{BUCKET}/bench"));
     let geometry = Geometry::preset("llama-3.1-8b").unwrap();
-    let device = HostDevice::new(&HostOptions::default()).unwrap();
+    let device = HostDevice::new(0).unwrap();
     let mut options = EngineOptions::new(&settings, geometry, device);
     options.remote_env = Some(server.env());
     Engine::open_with(options).unwrap()

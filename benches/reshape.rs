@@ -12,8 +12,8 @@ use std::sync::{Arc, mpsc};
 
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use forebay::device::{
-    Device, Gate, GatherJob, Gathered, HostDevice, HostOptions, HugePages, PagedKv, Part, ScatterJob, Scattered,
-    StagingOptions, StagingPool,
+    Device, Gate, GatherJob, Gathered, HostDevice, HugePages, PagedKv, Part, ScatterJob, Scattered, StagingOptions,
+    StagingPool,
 };
 use forebay::format::exp4::CodedShape;
 use forebay::format::layout::SlotCodec;
@@ -93,7 +93,7 @@ impl Rig {
         let pool = StagingPool::new(&StagingOptions { bytes, slot_bytes, hugepages, numa: None }).unwrap();
         let mut staging: Vec<Buf> = std::iter::from_fn(|| pool.try_take()).collect();
         staging.iter_mut().for_each(|b| b.as_mut_slice().fill(5));
-        let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+        let device = HostDevice::new(1).unwrap();
         let mut rig = Self { device, kv, staging, plans, case, extent };
         // Scatters decode: what they read must have been coded by a gather.
         rig.gather();

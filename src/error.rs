@@ -1,6 +1,6 @@
 //! The one error type of the public API: what went wrong, where, and what the operator can do.
 //!
-//! Rooms below the engine use the same type, so that a path and an offset learnt deep down reach
+//! Modules below the engine use the same type, so that a path and an offset learnt deep down reach
 //! the log line unchanged. A *miss* (corrupt extent, reclaimed slot, time-out of one request) is
 //! not an error of the engine: it is counted and reported in the result of a load. This type must
 //! not be used for control flow on the hot path.

@@ -3,7 +3,7 @@
 //! The geometry decides every size and offset of a slot before anything is read, and its
 //! [`Fingerprint`] names the namespace: the same bytes read under another geometry would be wrong
 //! KV with a valid CRC, so nothing that changes the meaning of the bytes may be missing from it.
-//! This room knows no files, keys or devices. Beside this file: `presets` (well-known models) and
+//! This module knows no files, keys or devices. Beside this file: `presets` (well-known models) and
 //! `description` (a geometry as JSON).
 //!
 //! Inside an extent (one layer of one chunk) bytes are ordered `[plane][token][head][head_bytes]`,
@@ -51,6 +51,30 @@ impl DType {
         };
         Ok(Self { name: name.to_owned(), bytes })
     }
+}
+
+/// The smallest number of tokens that fills whole blocks of all these lengths; at least 1.
+#[must_use]
+pub fn block_multiple(block_tokens: &[u32]) -> u32 {
+    let gcd = |mut a: u64, mut b: u64| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    let all = block_tokens.iter().filter(|b| **b > 0).map(|b| u64::from(*b));
+    let lcm = all.fold(1u64, |lcm, b| (lcm / gcd(lcm, b)).saturating_mul(b));
+    u32::try_from(lcm).unwrap_or(u32::MAX)
+}
+
+/// The smallest number of tokens that is whole blocks of every opaque layer; at least 1.
+#[must_use]
+pub fn opaque_multiple(layers: &[LayerSpec]) -> u32 {
+    let block = |layer: &LayerSpec| match layer.kind {
+        LayerKind::Opaque { block_tokens, .. } => Some(block_tokens),
+        _ => None,
+    };
+    block_multiple(&layers.iter().filter_map(block).collect::<Vec<_>>())
 }
 
 /// One plane of a layer: K, V, the compressed MLA row, an indexer row, or quantisation scales.

@@ -59,7 +59,7 @@
 //! calls work on host memory, and `cargo build` needs no toolkit. The only feature, `internals`,
 //! opens what lies below this API to Forebay's own tools and tests; it promises nothing.
 //!
-//! The way the data takes, room by room, is in `ARCHITECTURE.md`; the bytes on disk are in
+//! The way the data takes, module by module, is in `ARCHITECTURE.md`; the bytes on disk are in
 //! `docs/format.md`.
 
 #![cfg_attr(

@@ -1,9 +1,11 @@
-//! Building blocks of metrics: a histogram of plain atomics that any room may keep, and the text
-//! exposition.
+//! Building blocks of metrics that any module may keep: a histogram and counters by cause, of plain
+//! atomics, and the text exposition.
 //!
-//! Rooms count in atomics of their own; the engine reads them when somebody asks and hands them to
+//! Modules count in atomics of their own; the engine reads them when somebody asks and hands them to
 //! an [`Exposition`]. Nothing here is global, and nothing is registered anywhere.
 
+use std::array;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -18,7 +20,86 @@ const BUCKETS: usize = 22;
 /// Upper bound of the first bucket; each further one is twice as wide.
 const FIRST_NS: u64 = 16_000;
 
-/// Describes the metrics of a room: a constant for each, and a list of all.
+/// Declares why something can go wrong: an enum whose values are labels of counters.
+macro_rules! causes {
+    ($(#[$doc:meta])* $vis:vis enum $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        $vis enum $name { $($(#[$vdoc])* $variant,)* }
+
+        impl $name {
+            /// All causes.
+            $vis const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The label in metrics, messages and JSON output.
+            #[must_use]
+            $vis const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text,)* }
+            }
+        }
+
+        const _: () = assert!($name::ALL.len() <= $crate::metrics::MAX_CAUSES);
+
+        impl $crate::metrics::Cause for $name {
+            fn all() -> &'static [Self] {
+                Self::ALL
+            }
+            fn index(self) -> usize {
+                self as usize
+            }
+        }
+    };
+}
+pub(crate) use causes;
+
+/// At least as many as there are causes of any kind.
+pub const MAX_CAUSES: usize = 16;
+
+/// A cause that can be counted; see `causes`.
+pub trait Cause: Copy + 'static {
+    /// All causes of this kind.
+    fn all() -> &'static [Self];
+
+    /// Its place among them.
+    fn index(self) -> usize;
+}
+
+/// What has gone wrong so far, by cause.
+#[derive(Debug)]
+pub struct CauseCounters<C> {
+    counts: [AtomicU64; MAX_CAUSES],
+    of: PhantomData<fn(C)>,
+}
+
+impl<C> Default for CauseCounters<C> {
+    fn default() -> Self {
+        Self { counts: array::from_fn(|_| AtomicU64::new(0)), of: PhantomData }
+    }
+}
+
+impl<C: Cause> CauseCounters<C> {
+    /// Counts `n` more.
+    pub fn add(&self, cause: C, n: u64) {
+        if let Some(count) = self.counts.get(cause.index()) {
+            count.fetch_add(n, Ordering::Relaxed);
+        }
+    }
+
+    /// The count of this cause.
+    #[must_use]
+    pub fn of(&self, cause: C) -> u64 {
+        self.counts.get(cause.index()).map_or(0, |count| count.load(Ordering::Relaxed))
+    }
+
+    /// The counts of all causes.
+    #[must_use]
+    pub fn all(&self) -> Vec<(C, u64)> {
+        C::all().iter().map(|&cause| (cause, self.of(cause))).collect()
+    }
+}
+
+/// Describes the metrics of a module: a constant for each, and a list of all.
 macro_rules! metric_table {
     ($(#[$doc:meta])* $table:ident; $($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
         $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*

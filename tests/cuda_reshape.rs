@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay::device::cuda::CudaOptions;
-use forebay::device::{Device, FloatKind, HostDevice, HostMemory, HostOptions, PagedKv, RopeTable};
+use forebay::device::{Device, FloatKind, HostDevice, HostMemory, PagedKv, RopeTable};
 use forebay::io::{AlignedBuf, Buf};
 use proptest::prelude::*;
 
@@ -66,7 +66,7 @@ proptest! {
         let before = rig.dump();
         let memories: Vec<_> = before.iter().map(|m| HostMemory::from_vec(m.clone()).unwrap()).collect();
         let kv = PagedKv::new(memories, rig.cache.layout()).unwrap();
-        let host = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+        let host = HostDevice::new(1).unwrap();
         let (tx, rx) = std::sync::mpsc::channel();
         host.gather(forebay::device::GatherJob {
             kv,
@@ -125,7 +125,7 @@ fn keys_are_turned_as_the_host_device_turns_them() {
     memory.poke(0, &table);
     let keys: Vec<u8> = (0..rig.memories[0].len() / 4).flat_map(|i| ((i % 97) as f32 - 48.0).to_le_bytes()).collect();
     rig.memories[0].poke(0, &keys);
-    let host = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+    let host = HostDevice::new(1).unwrap();
     let copy = HostMemory::from_vec(rig.dump().remove(0)).unwrap();
     let host_kv = PagedKv::new(vec![Arc::clone(&copy)], rig.cache.layout()).unwrap();
     let host_table = HostMemory::from_vec(table).unwrap();
@@ -140,18 +140,14 @@ fn keys_are_turned_as_the_host_device_turns_them() {
         table,
     };
     let table = |t| RopeTable::new(t, 0, positions, rotary_dim, FloatKind::F32).unwrap();
-    let gate = forebay::device::Gate::new();
-    assert!(host.rope_shift(&host_kv, &shift(table(host_table)), &gate).unwrap());
+    host.turn_keys(&host_kv, &[shift(table(host_table))], &[]).unwrap();
     let gpu_table = table(cuda_world::borrow(0, &memory));
     let stream = world.server.stream(true);
     let after: Vec<_> = world.fence(&stream).into_iter().collect();
-    assert!(world.device.rope_shift(&rig.kv, &[shift(Arc::clone(&gpu_table))], &gate, &after).unwrap());
+    world.device.turn_keys(&rig.kv, &[shift(gpu_table)], &after).unwrap();
     let mut turned = vec![0; rig.memories[0].len()];
     copy.read(0, &mut turned).unwrap();
     assert!(rig.memories[0].peek() == turned && turned != keys);
-    gate.close();
-    assert!(!world.device.rope_shift(&rig.kv, &[shift(gpu_table)], &gate, &[]).unwrap());
-    assert!(rig.memories[0].peek() == turned);
     drop((after, stream, rig, memory));
     world.end();
 }

@@ -5,8 +5,8 @@
 use std::sync::{Arc, mpsc};
 
 use forebay::device::{
-    Device, Gate, GatherJob, Gathered, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part,
-    ScatterJob, Scattered, StagingOptions, StagingPool, decode_exp4,
+    Device, Gate, GatherJob, Gathered, HostDevice, HostMemory, HugePages, KvMemory, PagedKv, Part, ScatterJob,
+    Scattered, StagingOptions, StagingPool, decode_exp4,
 };
 use forebay::format::exp4::CodedShape;
 use forebay::format::layout::SlotCodec;
@@ -73,7 +73,7 @@ impl Rig {
 }
 
 fn device() -> Arc<HostDevice> {
-    HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap()
+    HostDevice::new(2).unwrap()
 }
 
 fn staging(bytes: usize) -> Buf {
@@ -273,7 +273,7 @@ fn scatters_into_disjoint_slots_run_side_by_side() {
     let specs = vec![LayerSpec::kv(LayerKind::Full, 3, 40)];
     let shape = KvShape { layout: KvLayout::Hnd, packing: Packing::Split, block_tokens: 16, num_blocks: 8 };
     let rig = Rig::new(Cache { specs, shape, cross_layer: false }, 21);
-    let device = HostDevice::new(&HostOptions { workers: 4, ..HostOptions::default() }).unwrap();
+    let device = HostDevice::new(4).unwrap();
     let mut expected = rig.dump();
     let (tx, rx) = mpsc::channel();
     for job in 0..16usize {

@@ -1,5 +1,5 @@
-//! The house rules that a compiler cannot check: which room may know which, where `unsafe` and CUDA
-//! may appear, how long a file may be, and that ARCHITECTURE.md leads to every file's room. Each
+//! The house rules that a compiler cannot check: which module may know which, where `unsafe` and CUDA
+//! may appear, how long a file may be, and that ARCHITECTURE.md leads to every file's module. Each
 //! finding names the file and line to look at.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// For each room of `src`, the rooms it may name. `error` and `metrics` are leaves that everybody
+/// For each module of `src`, the modules it may name. `error` and `metrics` are leaves that everybody
 /// may use.
 const MAY_KNOW: &[(&str, &[&str])] = &[
     ("error", &[]),
@@ -45,7 +45,7 @@ struct Source {
 }
 
 impl Source {
-    fn room(&self) -> Option<&str> {
+    fn module(&self) -> Option<&str> {
         let rest = self.path.strip_prefix("src/")?;
         Some(rest.split('/').next()?.trim_end_matches(".rs"))
     }
@@ -84,7 +84,7 @@ fn assert_clean(rule: &str, findings: &[String]) {
 }
 
 /// The names that follow `crate::` on a line, also inside braces.
-fn rooms_named(line: &str) -> Vec<String> {
+fn modules_named(line: &str) -> Vec<String> {
     named_after(line, "crate::")
 }
 
@@ -124,40 +124,40 @@ fn named_after(line: &str, prefix: &str) -> Vec<String> {
 }
 
 #[test]
-fn rooms_know_only_the_rooms_below_them() {
+fn modules_know_only_the_modules_below_them() {
     let allowed: BTreeMap<&str, &[&str]> = MAY_KNOW.iter().copied().collect();
     let mut findings = Vec::new();
     for source in sources(&["src"]) {
-        let Some(room) = source.room().map(str::to_owned) else { continue };
-        if room == "lib" {
+        let Some(module) = source.module().map(str::to_owned) else { continue };
+        if module == "lib" {
             continue;
         }
-        let Some(may_know) = allowed.get(room.as_str()) else {
-            findings.push(format!("{}: room {room:?} is not in the list of rooms", source.path));
+        let Some(may_know) = allowed.get(module.as_str()) else {
+            findings.push(format!("{}: module {module:?} is not in the list of modules", source.path));
             continue;
         };
         for (n, line) in source.lines() {
-            for named in rooms_named(line) {
-                let other = allowed.contains_key(named.as_str()) && named != room;
+            for named in modules_named(line) {
+                let other = allowed.contains_key(named.as_str()) && named != module;
                 if other && !may_know.contains(&named.as_str()) && !LEAVES.contains(&named.as_str()) {
-                    findings.push(format!("{}:{n}: {room} must not know {named}", source.path));
+                    findings.push(format!("{}:{n}: {module} must not know {named}", source.path));
                 }
             }
         }
     }
-    assert_clean("a room reaches up or sideways", &findings);
+    assert_clean("a module reaches up or sideways", &findings);
 }
 
 #[test]
-fn the_room_check_sees_plain_and_braced_imports() {
-    assert_eq!(rooms_named("use crate::log::Log;"), ["log"]);
-    assert_eq!(rooms_named("use crate::{io::Buf, paged, log::{A, B}};"), ["io", "paged", "log"]);
-    assert_eq!(rooms_named("let x = crate::format::crc(crate::io::y());"), ["format", "io"]);
+fn the_module_check_sees_plain_and_braced_imports() {
+    assert_eq!(modules_named("use crate::log::Log;"), ["log"]);
+    assert_eq!(modules_named("use crate::{io::Buf, paged, log::{A, B}};"), ["io", "paged", "log"]);
+    assert_eq!(modules_named("let x = crate::format::crc(crate::io::y());"), ["format", "io"]);
 }
 
-/// The rooms of the log. Each may name those before it, and their parent; what is not listed may
+/// The modules of the log. Each may name those before it, and their parent; what is not listed may
 /// name all.
-const LOG_ROOMS: &[&str] = &["base", "lane", "journal", "policy", "recovery", "drive", "write", "read", "reclaim"];
+const LOG_MODULES: &[&str] = &["base", "lane", "journal", "policy", "recovery", "drive", "write", "read", "reclaim"];
 
 /// The code of a file with every statement on one line, so that a long import is seen whole.
 fn statements(source: &Source) -> Vec<String> {
@@ -166,30 +166,30 @@ fn statements(source: &Source) -> Vec<String> {
 }
 
 #[test]
-fn the_rooms_of_the_log_know_only_those_before_them() {
+fn the_modules_of_the_log_know_only_those_before_them() {
     let mut findings = Vec::new();
     for source in sources(&["src/log"]).iter().filter(|s| !s.path.contains("/tests/")) {
-        let room = source.path.split('/').nth(2).unwrap_or_default().trim_end_matches(".rs");
-        let Some(place) = LOG_ROOMS.iter().position(|r| *r == room) else { continue };
+        let module = source.path.split('/').nth(2).unwrap_or_default().trim_end_matches(".rs");
+        let Some(place) = LOG_MODULES.iter().position(|r| *r == module) else { continue };
         for statement in statements(source) {
             for named in named_after(&statement, "crate::log::") {
-                if LOG_ROOMS.iter().position(|r| *r == named).is_some_and(|other| other > place) {
-                    findings.push(format!("{}: {room} must not know {named}", source.path));
+                if LOG_MODULES.iter().position(|r| *r == named).is_some_and(|other| other > place) {
+                    findings.push(format!("{}: {module} must not know {named}", source.path));
                 }
             }
         }
     }
-    assert_clean("a room of the log reaches up", &findings);
+    assert_clean("a module of the log reaches up", &findings);
 }
 
 #[test]
-fn the_files_of_a_room_of_the_log_know_each_other_in_one_direction() {
+fn the_files_of_a_module_of_the_log_know_each_other_in_one_direction() {
     let mut knows: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let all = sources(&["src/log"]);
     for source in all.iter().filter(|s| !s.path.contains("/tests/") && !s.path.ends_with("mod.rs")) {
         let (folder, _) = source.path.rsplit_once('/').unwrap();
-        let room = folder.trim_start_matches("src/log").trim_start_matches('/').replace('/', "::");
-        let absolute = if room.is_empty() { "crate::log::".to_owned() } else { format!("crate::log::{room}::") };
+        let module = folder.trim_start_matches("src/log").trim_start_matches('/').replace('/', "::");
+        let absolute = if module.is_empty() { "crate::log::".to_owned() } else { format!("crate::log::{module}::") };
         let is_file = |name: &String| all.iter().any(|s| s.path == format!("{folder}/{name}.rs"));
         let named = statements(source).into_iter().flat_map(|line| {
             let relative = if line.contains("super::super::") { Vec::new() } else { named_after(&line, "super::") };
@@ -212,7 +212,8 @@ fn the_files_of_a_room_of_the_log_know_each_other_in_one_direction() {
 #[test]
 fn formats_and_the_index_do_no_io_of_their_own() {
     let mut findings = Vec::new();
-    for source in sources(&["src"]).iter().filter(|s| matches!(s.room(), Some("format" | "key" | "geometry" | "paged")))
+    for source in
+        sources(&["src"]).iter().filter(|s| matches!(s.module(), Some("format" | "key" | "geometry" | "paged")))
     {
         for (n, line) in source.lines() {
             if ["std::fs", "std::net", "std::process", "SystemTime", "Instant::now"].iter().any(|w| line.contains(w)) {
@@ -220,11 +221,11 @@ fn formats_and_the_index_do_no_io_of_their_own() {
             }
         }
     }
-    assert_clean("a pure room touches files, processes or the clock", &findings);
+    assert_clean("a pure module touches files, processes or the clock", &findings);
 }
 
 #[test]
-fn unsafe_code_stays_in_the_rooms_that_need_it_and_says_why_it_is_sound() {
+fn unsafe_code_stays_in_the_modules_that_need_it_and_says_why_it_is_sound() {
     let mut findings = Vec::new();
     for source in everything() {
         let permitted = MAY_BE_UNSAFE.iter().any(|p| source.path.starts_with(p)) || source.path.starts_with("tests/");
@@ -239,7 +240,7 @@ fn unsafe_code_stays_in_the_rooms_that_need_it_and_says_why_it_is_sound() {
                 continue;
             }
             if !permitted {
-                findings.push(format!("{}:{n}: unsafe outside the rooms that may have it", source.path));
+                findings.push(format!("{}:{n}: unsafe outside the modules that may have it", source.path));
             }
             let before = &lines[n.saturating_sub(8)..n];
             if !before.iter().any(|l| l.contains("SAFETY") || l.contains("# Safety")) {
@@ -263,7 +264,7 @@ fn only_the_device_side_knows_cuda() {
             }
         }
     }
-    assert_clean("CUDA outside its rooms", &findings);
+    assert_clean("CUDA outside its modules", &findings);
 }
 
 /// Every process of a serving engine loads the extension module.
@@ -418,8 +419,8 @@ fn the_check_of_mutants_sees_what_does_not_fit() {
 }
 
 /// Folders directly inside `parent` that hold sources, with their names.
-fn rooms_in(root: &Path, parent: &str) -> Vec<String> {
-    let mut rooms: Vec<String> = fs::read_dir(root.join(parent))
+fn modules_in(root: &Path, parent: &str) -> Vec<String> {
+    let mut modules: Vec<String> = fs::read_dir(root.join(parent))
         .unwrap()
         .filter_map(|entry| {
             let entry = entry.unwrap();
@@ -427,17 +428,17 @@ fn rooms_in(root: &Path, parent: &str) -> Vec<String> {
             (entry.path().is_dir() && name != "tests").then_some(name)
         })
         .collect();
-    rooms.sort();
-    rooms
+    modules.sort();
+    modules
 }
 
 #[test]
-fn architecture_md_names_every_room() {
+fn architecture_md_names_every_module() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
-    let rooms = rooms_in(root, "src").into_iter().map(|room| format!("`src/{room}/`"));
-    let of_the_log = rooms_in(root, "src/log").into_iter().map(|room| format!("`{room}/`"));
-    let missing: Vec<String> = rooms.chain(of_the_log).filter(|room| !text.contains(room)).collect();
+    let modules = modules_in(root, "src").into_iter().map(|module| format!("`src/{module}/`"));
+    let of_the_log = modules_in(root, "src/log").into_iter().map(|module| format!("`{module}/`"));
+    let missing: Vec<String> = modules.chain(of_the_log).filter(|module| !text.contains(module)).collect();
     assert_clean("not in ARCHITECTURE.md", &missing);
 }
 

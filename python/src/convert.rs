@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay::config::{Loader, Settings};
 use forebay::device::{FloatKind, RopeTable, Stream};
 use forebay::engine::SlotMapping;
-use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec, PlaneSpec, Shard};
+use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec, PlaneSpec, Shard, opaque_multiple};
 use forebay::key::{Extra, LoraId, MmItem};
 use forebay::{Error, ErrorKind};
 use pyo3::prelude::*;
@@ -115,7 +115,7 @@ impl PyGeometry {
             let (given, n) = (specs.len(), layers.unwrap_or(0));
             return Err(to_py(&invalid(format!("{given} layer_specs for layers={n}"))));
         }
-        let chunk = 256u32.next_multiple_of(block_step(&specs));
+        let chunk = 256u32.next_multiple_of(opaque_multiple(&specs));
         let mut geometry = Geometry::new(model, dtype, specs, chunk).py()?;
         geometry = geometry.with_shard(Shard { tp, pp, cp }).py()?;
         if !fingerprint.is_empty() {
@@ -159,22 +159,6 @@ impl PyGeometry {
     fn __repr__(&self) -> String {
         format!("Geometry({:?}, {} layers, {:?})", self.0.model, self.0.layers.len(), self.0.dtype.name)
     }
-}
-
-/// The smallest number of tokens that is whole blocks of every opaque layer; 1 where that
-/// overflows, which `Geometry` refuses.
-fn block_step(specs: &[LayerSpec]) -> u32 {
-    let gcd = |mut a: u32, mut b: u32| {
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        a.max(1)
-    };
-    let step = specs.iter().fold(1u32, |step, spec| match spec.kind {
-        LayerKind::Opaque { block_tokens, .. } => (step / gcd(step, block_tokens)).saturating_mul(block_tokens).max(1),
-        _ => step,
-    });
-    if step > 1 << 16 { 1 } else { step }
 }
 
 impl Defaults {

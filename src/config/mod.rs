@@ -2,7 +2,7 @@
 //! of rising precedence.
 //!
 //! Every limit that an operator may set is a field here with its unit, and every bad value has its
-//! own error with advice; the rooms above read typed fields and parse nothing.
+//! own error with advice; the modules above read typed fields and parse nothing.
 //! `docs/configuration.md` lists every key, and a test keeps it complete.
 //!
 //! The files: `load` (the sources and their order), `keys` (the names of a setting), `value`
@@ -10,7 +10,7 @@
 //! `place` (whether two processes name the same cache), and `dir`, which checks the cache
 //! directories and opens what lies inside them without following a symlink out.
 //!
-//! This room must not open the cache, start threads, or know any other room but `error`. Settings
+//! This module must not open the cache, start threads, or know any other module but `error`. Settings
 //! are read from the environment and from files through [`Loader`] alone, so that tests can set
 //! both.
 

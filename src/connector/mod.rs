@@ -25,7 +25,7 @@
 //! - `ranks`: the same for caches that the workers have: looked up or asked.
 //! - `busy`: time in which at least one of several transfers ran.
 //!
-//! This room knows no Python and no server's types, and does no I/O of its own; it must not block a
+//! This module knows no Python and no server's types, and does no I/O of its own; it must not block a
 //! step on a drive. The exception is [`RanksLookup`]: it opens a worker's cache when that worker
 //! first says who it is.
 
@@ -44,7 +44,7 @@ pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
 pub use meta::{
     BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta,
 };
-pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens, windowed_chunk_tokens};
+pub use options::{ConnectorOptions, Role, effective_chunk_tokens, windowed_chunk_tokens};
 pub use ranks::RanksLookup;
 pub use scheduler::{
     AddRequest, CachedRequest, KvEvents, Matched, NewRequest, RequestChunk, Scheduler, SchedulerStats, StepInput,

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::config::{Settings, StoreWhen};
 use crate::error::{Error, ErrorKind, Result};
-use crate::geometry::{Geometry, LayerKind};
+use crate::geometry::{Geometry, LayerKind, block_multiple};
 
 /// One in this many of the server's blocks may be held for stores of finished requests.
 const HELD_SHARE: usize = 20;
@@ -239,20 +239,6 @@ impl ConnectorOptions {
     pub(super) fn has_windows(&self) -> bool {
         self.windows.iter().any(Option::is_some)
     }
-}
-
-/// The smallest number of tokens that fills whole blocks of every group; at least 1.
-#[must_use]
-pub fn block_multiple(block_tokens: &[u32]) -> u32 {
-    let gcd = |mut a: u64, mut b: u64| {
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        a
-    };
-    let all = block_tokens.iter().filter(|b| **b > 0).map(|b| u64::from(*b));
-    let lcm = all.fold(1u64, |lcm, b| (lcm / gcd(lcm, b)).saturating_mul(b));
-    u32::try_from(lcm).unwrap_or(u32::MAX)
 }
 
 /// The chunk size in effect: `chunk_tokens` rounded up to a multiple of every group's block. It

@@ -9,7 +9,7 @@
 //! Invariants:
 //! - The caller's memory is only touched by raw pointers, inside a gate, at slots of a plan.
 //! - A job calls `done` exactly once, outside the gate and outside locks, also when it fails.
-//! - This room does no I/O: to the io room its memory is an `IoBuf`. It knows no chunk keys, files
+//! - This module does no I/O: to the io module its memory is an `IoBuf`. It knows no chunk keys, files
 //!   or indexes.
 //!
 //! The files:
@@ -43,7 +43,7 @@ mod staging;
 pub use crate::io::MemorySpace;
 pub use fence::Stream;
 pub use floats::FloatKind;
-pub use host::{HostDevice, HostOptions};
+pub use host::HostDevice;
 pub use memory::{HostMemory, KvMemory, PagedKv};
 pub(crate) use open::codec_of;
 pub use open::open_device;
@@ -56,7 +56,7 @@ internals!(use frame::{Frame, FrameFill});
 internals!(use host::{CodecKernels, decode_exp4, decode_tiles, encode_exp4, encode_tiles});
 internals!(use gate::{Gate, GateGuard, OwnedGuard});
 internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
-internals!(use region::{HostRegion, PageKind, RegionOptions});
+internals!(use region::{HostRegion, RegionOptions});
 internals!(use rope::RopeShift);
 internals!(use shared::SharedRegion);
 internals!(use staging::{FreeHook, StagingOptions, StagingPool});

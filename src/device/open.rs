@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::cuda::{CudaDevice, CudaOptions};
-use super::{CodecKernels, Device, HostDevice, HostOptions};
+use super::{CodecKernels, Device, HostDevice};
 use crate::config::{Codec, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotCodec;
@@ -37,10 +37,7 @@ impl DeviceName {
 /// [`ErrorKind::Config`] for a name that is none, and what keeps the device from being used.
 pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
     match DeviceName::of(name)? {
-        DeviceName::Host => {
-            let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
-            Ok(HostDevice::new(&options)?)
-        }
+        DeviceName::Host => Ok(HostDevice::new(settings.worker_threads())?),
         DeviceName::Cuda(ordinal) => {
             let (max_ctas, numa) = (settings.kernel_ctas, settings.numa);
             Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, ..CudaOptions::default() })?)

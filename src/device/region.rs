@@ -43,17 +43,6 @@ pub enum HugePages {
     On,
 }
 
-/// Which pages a region has got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PageKind {
-    /// Normal pages.
-    Normal,
-    /// Huge pages as far as the kernel finds any.
-    Transparent,
-    /// Reserved huge pages.
-    Huge,
-}
-
 /// Wishes for a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RegionOptions {
@@ -73,7 +62,6 @@ pub struct HostRegion {
     base: NonNull<u8>,
     mapped_len: usize,
     id: u64,
-    pages: PageKind,
 }
 
 // SAFETY: the mapping belongs to no thread, and this type only gives out its address.
@@ -106,13 +94,16 @@ impl HostRegion {
             return Err(Error::new(ErrorKind::InvalidInput, format!("a memory region of {len} bytes")));
         }
         let huge = (options.hugepages == HugePages::On).then(|| Self::map_huge(len)).flatten();
-        let mut region = match huge {
+        let region = match huge {
             Some(region) => region,
-            None => Self::map(len)?,
+            None => {
+                let region = Self::map(len)?;
+                if options.hugepages != HugePages::Off {
+                    region.advise();
+                }
+                region
+            }
         };
-        if region.pages == PageKind::Normal && options.hugepages != HugePages::Off {
-            region.advise();
-        }
         if let Some(node) = options.numa {
             region.bind(node);
         }
@@ -126,7 +117,7 @@ impl HostRegion {
             return Err(Error::new(ErrorKind::InvalidInput, format!("a memory region of {len} bytes")));
         }
         // Replaces an anonymous mapping, which is aligned.
-        let mut region = Self::map(len)?;
+        let region = Self::map(len)?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = region.ptr.as_ptr().cast::<c_void>();
         // SAFETY: the range is a fresh mapping of our own that nobody uses yet.
@@ -147,20 +138,14 @@ impl HostRegion {
         Ok(region)
     }
 
-    /// The pages that the region has got.
-    #[must_use]
-    pub fn pages(&self) -> PageKind {
-        self.pages
-    }
-
-    fn made(ptr: NonNull<u8>, len: usize, mapped_len: usize, pages: PageKind) -> Self {
-        Self { ptr, len, base: ptr, mapped_len, id: next_id(), pages }
+    fn made(ptr: NonNull<u8>, len: usize, mapped_len: usize) -> Self {
+        Self { ptr, len, base: ptr, mapped_len, id: next_id() }
     }
 
     fn map_huge(len: usize) -> Option<Self> {
         let mapped_len = len.next_multiple_of(HUGE_BYTES);
         match mmap(mapped_len, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB) {
-            Ok(ptr) => Some(Self::made(ptr, len, mapped_len, PageKind::Huge)),
+            Ok(ptr) => Some(Self::made(ptr, len, mapped_len)),
             Err(e) => {
                 tracing::debug!(bytes = mapped_len, error = %e, "no reserved huge pages (vm.nr_hugepages); using transparent ones");
                 None
@@ -182,7 +167,7 @@ impl HostRegion {
         let head = if slack > 0 { ptr.as_ptr().align_offset(slack).min(slack) } else { 0 };
         // SAFETY: head <= slack, so the result is inside the mapping.
         let aligned = unsafe { ptr.add(head) };
-        let mut region = Self::made(aligned, len, mapped_len, PageKind::Normal);
+        let mut region = Self::made(aligned, len, mapped_len);
         if cfg!(miri) {
             // Miri cannot give back a part of a mapping.
             (region.base, region.mapped_len) = (ptr, total);
@@ -197,15 +182,13 @@ impl HostRegion {
         Ok(region)
     }
 
-    fn advise(&mut self) {
+    fn advise(&self) {
         if self.mapped_len < HUGE_BYTES || cfg!(miri) {
             return;
         }
         // SAFETY: the range is this mapping; the advice changes no bytes.
         let rc = unsafe { libc::madvise(self.ptr.as_ptr().cast::<c_void>(), self.mapped_len, libc::MADV_HUGEPAGE) };
-        if rc == 0 {
-            self.pages = PageKind::Transparent;
-        } else {
+        if rc != 0 {
             tracing::debug!(error = %io::Error::last_os_error(), "no transparent huge pages; using normal ones");
         }
     }

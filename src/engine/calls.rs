@@ -350,7 +350,7 @@ impl LoadPlanner<'_> {
         }
         if at < self.wanted {
             let cause = if self.inner.log().is_some() { MissCause::NotFound } else { MissCause::Closed };
-            let chunks = (self.wanted - at).div_ceil(self.prompt.chunk_tokens().max(1));
+            let chunks = (self.wanted - at).div_ceil(self.prompt.chunk_tokens());
             self.spec.absent = Some(Absent { chunks, blocks: self.planner.blocks(at..self.wanted)?, cause });
         }
         Ok(())

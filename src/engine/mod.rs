@@ -59,7 +59,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::config::Settings;
-use crate::device::{Device, HostDevice, HostOptions};
+use crate::device::{Device, HostDevice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 use crate::key::Extra;
@@ -183,8 +183,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::open`].
     pub fn open_host(settings: &Settings, geometry: Geometry) -> Result<Self> {
-        let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
-        Self::open(settings, geometry, HostDevice::new(&options)?)
+        Self::open(settings, geometry, HostDevice::new(settings.worker_threads())?)
     }
 
     /// As [`Engine::open`], with everything that can be chosen.

@@ -7,7 +7,7 @@ use crate::config::{Codec, Cufile, Settings};
 use crate::device::{self, Device, StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
-use crate::geometry::{Geometry, LayerKind};
+use crate::geometry::{Geometry, opaque_multiple};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace, Mover};
 use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
@@ -41,25 +41,12 @@ const STORE_BACKLOG: u64 = 64;
 /// `geometry` with the settings' chunk size, rounded up to whole blocks of its opaque layers, and
 /// with the settings' `fingerprint` as a part of its identity.
 pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geometry> {
-    let mut step = 1u32;
-    for layer in geometry.layers.iter() {
-        if let LayerKind::Opaque { block_tokens, .. } = layer.kind {
-            step = lcm(step, block_tokens);
-        }
-    }
-    let rounded = settings.chunk_size.div_ceil(step.max(1)).saturating_mul(step.max(1));
+    let step = opaque_multiple(&geometry.layers);
+    let rounded = settings.chunk_size.div_ceil(step).saturating_mul(step);
     if rounded != settings.chunk_size {
         tracing::warn!(chunk_size = settings.chunk_size, rounded, "chunk_size is rounded up to whole blocks");
     }
     Ok(geometry.with_chunk_tokens(rounded)?.with_fingerprint(settings.fingerprint.as_deref()))
-}
-
-fn lcm(a: u32, b: u32) -> u32 {
-    let (mut x, mut y) = (a, b);
-    while y != 0 {
-        (x, y) = (y, x % y);
-    }
-    (a / x.max(1)).saturating_mul(b).max(1)
 }
 
 /// Bytes of reads in flight from a drive at most: twice what the settings let its I/O queue have at

@@ -26,7 +26,7 @@ impl Engine {
         let mut chunks = StoredChunks {
             opening: Arc::clone(&inner.opening),
             prompt: prompt.clone(),
-            first: tokens.start / prompt.chunk_tokens().max(1),
+            first: tokens.start / prompt.chunk_tokens(),
             stop: if tokens.start < stop { stop } else { 0 },
             last: None,
         };

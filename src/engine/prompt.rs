@@ -86,10 +86,10 @@ impl Prompt {
         self.0.chain.keys()
     }
 
-    /// Tokens of a full chunk.
+    /// Tokens of a full chunk; at least 1.
     #[must_use]
     pub fn chunk_tokens(&self) -> usize {
-        self.0.chain.chunk_tokens() as usize
+        self.0.chain.chunk_tokens().max(1) as usize
     }
 
     /// Hash of its cache salt; 0 without one.

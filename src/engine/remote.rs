@@ -31,8 +31,13 @@ impl Engine {
         let chunk = inner.geometry.chunk_tokens;
         let (full, rest) = (tokens / chunk.max(1) as usize, tokens % chunk.max(1) as usize);
         let there = prompt.keys().iter().take(full).take_while(|key| log.contains(key)).count();
-        let wanted =
-            |at: usize, key, tokens| Wanted::new(key, prompt.parent_of(at), (tokens, at as u32), prompt.tenant());
+        let wanted = |at: usize, key, tokens| Wanted {
+            key,
+            parent: prompt.parent_of(at),
+            tokens,
+            depth: at as u32,
+            tenant: prompt.tenant(),
+        };
         let chunks = prompt.keys().iter().enumerate().take(full).skip(there).map(|(at, &key)| wanted(at, key, chunk));
         let has_partial = rest > 0 && inner.options.settings.save_unfull_chunk;
         let partial = has_partial.then(|| prompt.partial_key(full, rest)).flatten().filter(|key| !log.contains(key));

@@ -199,8 +199,8 @@ impl EngineInner {
         let mut health = EngineHealth {
             up: log.is_some(),
             drives_down: log.as_ref().map_or(0, |log| log.drives_down()),
-            misses: of.misses.all(MissCause::ALL),
-            sheds: of.sheds.all(ShedCause::ALL),
+            misses: of.misses.all(),
+            sheds: of.sheds.all(),
             remote: self.remote_stats(),
             ..EngineHealth::default()
         };
@@ -233,14 +233,14 @@ impl EngineInner {
             loaded_tokens: of.loaded_tokens(),
             loaded_bytes: of.loaded_bytes(),
             read_bytes: of.read_bytes(),
-            misses: of.misses.all(MissCause::ALL),
+            misses: of.misses.all(),
             stores: of.stores(),
             active_stores: pipeline.active_stores(),
             stored_chunks: of.stored_chunks(),
             stored_tokens: of.stored_tokens(),
             stored_bytes: of.stored_bytes(),
             present_chunks: of.present_chunks(),
-            sheds: of.sheds.all(ShedCause::ALL),
+            sheds: of.sheds.all(),
             load_staging: StagingStats::of(pipeline.load_pool()),
             store_staging: StagingStats::of(pipeline.store_pool()),
             memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::plan::Planner;
 use super::{Engine, LoadRequest, Prompt, SlotMapping, StoreRequest};
 use crate::config::Settings;
-use crate::device::{HostDevice, HostOptions, PagedKv};
+use crate::device::{HostDevice, PagedKv};
 use crate::error::ErrorKind;
 use crate::geometry::{Geometry, LayerSpec};
 use crate::key::Extra;
@@ -25,7 +25,7 @@ fn tiny() -> Geometry {
 fn a_forked_child_gets_errors_and_drops_nothing() {
     let mut settings = Settings::at("/no/such/place/at/all");
     (settings.chunk_size, settings.hugepages) = (16, false);
-    let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+    let device = HostDevice::new(1).unwrap();
     let mut engine = Engine::open(&settings, tiny(), device).unwrap();
     // The thread that tries to open the cache again holds a weak reference until it ends.
     engine.inner.opening.stop_trying();

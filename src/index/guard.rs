@@ -8,7 +8,7 @@
 //! The handler puts this process's own copy of the file in the place of the mapping: stores then
 //! stay in this process. The mapping says that it is [lost](Guard::is_lost) from then on, and the
 //! log uses nothing of that drive any more. A page that cannot be read even so becomes zeros, which
-//! are misses everywhere in this room.
+//! are misses everywhere in this module.
 //!
 //! Signals about any other memory go to whom they went to before. The handler only loads and stores
 //! atomics and calls `mmap`.

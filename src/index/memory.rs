@@ -1,4 +1,4 @@
-//! Mapped memory as atomic words: with `guard` the only place of this room that holds `unsafe`.
+//! Mapped memory as atomic words: with `guard` the only place of this module that holds `unsafe`.
 //!
 //! Invariants: a mapping is never longer than the file was when it was made, starts on a page, and
 //! is used by all processes as atomic words only. What may be stored through which mapping is for

@@ -1,7 +1,7 @@
 //! Fault injection: a queue that fails, cuts short, corrupts, delays or swallows chosen requests of
 //! the queue below it.
 //!
-//! For tests of the rooms above; nothing opens it by itself. Invariant: it keeps the contract of
+//! For tests of the modules above; nothing opens it by itself. Invariant: it keeps the contract of
 //! [`Queue`]: an accepted request is answered once, and a hanging buffer is held until
 //! [`Faulty::release`] or the close.
 

@@ -53,12 +53,6 @@ pub(super) enum Failed {
     Because(Error),
 }
 
-impl From<i32> for Failed {
-    fn from(errno: i32) -> Self {
-        Self::Errno(errno)
-    }
-}
-
 /// How a block ended: bytes moved, or why not.
 pub(super) type Moved = std::result::Result<usize, Failed>;
 

@@ -6,7 +6,7 @@
 //!
 //! Invariants: exact length or an error; every accepted request is answered once, at its time-out
 //! at the latest; a buffer in flight belongs to its queue; bounded queues reject instead of
-//! waiting; a forked child gets an error and touches nothing. This room knows no keys, segments or
+//! waiting; a forked child gets an error and touches nothing. This module knows no keys, segments or
 //! layers, and no memory but through [`IoBuf`].
 //!
 //! The files of all backends:
@@ -241,7 +241,7 @@ struct QueueSpec {
     stats: Arc<IoStats>,
 }
 
-/// A queue as other queues of this room use it.
+/// A queue as other queues of this module use it.
 trait QueueBackend: Queue {
     /// [`Queue::submit`] for a part of a request of another queue. It is counted in `stats`. No
     /// limit holds, since the other queue has one already.

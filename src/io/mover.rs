@@ -1,7 +1,7 @@
 //! What the queues need of an accelerator: copies between its memory and the host's, where cuFile
 //! does not move the bytes directly.
 //!
-//! This room knows no accelerator. The device room implements [`Mover`]; the rooms that open a
+//! This module knows no accelerator. The device module implements [`Mover`]; the modules that open a
 //! drive pass it in [`DeviceSide`].
 #![expect(unsafe_code, reason = "copies name memory by its address only")]
 

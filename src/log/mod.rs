@@ -9,7 +9,7 @@
 //! a key is put once; it is there if its slot's header is intact; what must not come back as a
 //! whole is a floor; two lanes may hold the same key.
 //!
-//! The rooms, each of which knows only those before it: `base` (options, names, counters), `lane`
+//! The modules, each of which knows only those before it: `base` (options, names, counters), `lane`
 //! (files and state of one lane), `journal`, `policy` (events for the eviction policy),
 //! `recovery`, `drive` (lanes of one drive, floors, quotas), `write`, `read`, `reclaim` (and the
 //! maintenance thread). Above them:
@@ -31,7 +31,7 @@
 //! * Every failure is a miss, a shed put or an error of the call; never a wrong byte and never a
 //!   panic.
 //!
-//! This room knows no devices, no paged memory and no tokens beyond their number.
+//! This module knows no devices, no paged memory and no tokens beyond their number.
 
 mod base;
 mod drive;

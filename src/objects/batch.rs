@@ -13,62 +13,46 @@ use super::direct::Holds;
 use super::stats::ObjectCounters;
 use crate::device::Gate;
 use crate::error::{Error, ErrorKind};
-
-macro_rules! causes {
-    ($($(#[$doc:meta])* $variant:ident = $text:literal,)*) => {
-        /// Why the answer for a key is no.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[non_exhaustive]
-        pub enum ObjectCause { $($(#[$doc])* $variant,)* }
-
-        impl ObjectCause {
-            /// All causes.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The label in metrics and messages.
-            #[must_use]
-            pub const fn as_str(self) -> &'static str {
-                match self { $(Self::$variant => $text,)* }
-            }
-        }
-    };
-}
+use crate::metrics::causes;
 
 causes! {
-    /// No object with this key is stored.
-    NotFound = "not_found",
-    /// The object is stored but its bytes, or a part of it, fail their check: it is not served
-    /// again.
-    Corrupt = "corrupt",
-    /// The operating system reported an I/O error.
-    Io = "io",
-    /// A transfer passed its deadline, or nothing moved for long.
-    TimedOut = "timed_out",
-    /// The memory given for the object has another length; [`KeyResult::len`] is the object's.
-    WrongLength = "wrong_length",
-    /// Capacity, `min_free` or drive leave no room.
-    NoSpace = "no_space",
-    /// The drive's write budget is used up.
-    Budget = "budget",
-    /// The namespace is at its `tenant_quota`, and nothing of it could be evicted in time.
-    Quota = "quota",
-    /// Too many keys wait already.
-    QueueFull = "queue_full",
-    /// The key is empty or longer than 1 KiB.
-    BadKey = "bad_key",
-    /// The value is empty or longer than 1 GiB.
-    BadLength = "bad_length",
-    /// The caller cancelled the batch, or the key was removed while it was being stored.
-    Cancelled = "cancelled",
-    /// The store is closed or disabled.
-    Closed = "closed",
-    /// The store was opened read-only.
-    ReadOnly = "read_only",
-    /// The batch could not be understood; [`ObjectCompletion::error`] says why. Only from bindings
-    /// to other languages.
-    Invalid = "invalid",
-    /// Anything else; see the log.
-    Internal = "internal",
+    /// Why the answer for a key is no.
+    pub enum ObjectCause {
+        /// No object with this key is stored.
+        NotFound = "not_found",
+        /// The object is stored but its bytes, or a part of it, fail their check: it is not served
+        /// again.
+        Corrupt = "corrupt",
+        /// The operating system reported an I/O error.
+        Io = "io",
+        /// A transfer passed its deadline, or nothing moved for long.
+        TimedOut = "timed_out",
+        /// The memory given for the object has another length; [`KeyResult::len`] is the object's.
+        WrongLength = "wrong_length",
+        /// Capacity, `min_free` or drive leave no room.
+        NoSpace = "no_space",
+        /// The drive's write budget is used up.
+        Budget = "budget",
+        /// The namespace is at its `tenant_quota`, and nothing of it could be evicted in time.
+        Quota = "quota",
+        /// Too many keys wait already.
+        QueueFull = "queue_full",
+        /// The key is empty or longer than 1 KiB.
+        BadKey = "bad_key",
+        /// The value is empty or longer than 1 GiB.
+        BadLength = "bad_length",
+        /// The caller cancelled the batch, or the key was removed while it was being stored.
+        Cancelled = "cancelled",
+        /// The store is closed or disabled.
+        Closed = "closed",
+        /// The store was opened read-only.
+        ReadOnly = "read_only",
+        /// The batch could not be understood; [`ObjectCompletion::error`] says why. Only from bindings
+        /// to other languages.
+        Invalid = "invalid",
+        /// Anything else; see the log.
+        Internal = "internal",
+    }
 }
 
 impl ObjectCause {

@@ -24,7 +24,7 @@
 //! (transfers without a copy), `removal.rs` (the thread that removes), `listing.rs`, `pins.rs`,
 //! `losses.rs` (evicted and damaged objects), `names.rs` (keys and parts), `open.rs`, `stats.rs`.
 //!
-//! This room knows no tokens, layers or paged memory.
+//! This module knows no tokens, layers or paged memory.
 //!
 //! ```no_run
 //! use std::time::Duration;

@@ -1,32 +1,22 @@
 //! The counters of an object store, and their text for Prometheus.
 
-use std::array;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::batch::{BatchKind, KeyResult, ObjectCause};
 use crate::error::Result;
 use crate::log::LogStats;
-use crate::metrics::{Description, Exposition, Histogram, Kind, metric_table};
+use crate::metrics::{CauseCounters, Description, Exposition, Histogram, Kind, metric_table};
 
 const KINDS: [BatchKind; 4] = [BatchKind::Put, BatchKind::Get, BatchKind::Exists, BatchKind::Delete];
-const MAX_CAUSES: usize = 16;
-const _: () = assert!(ObjectCause::ALL.len() <= MAX_CAUSES);
 
 /// The counters of one kind of batch.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct PerKind {
     ok: AtomicU64,
     bytes: AtomicU64,
-    no: [AtomicU64; MAX_CAUSES],
+    no: CauseCounters<ObjectCause>,
     seconds: Histogram,
-}
-
-impl Default for PerKind {
-    fn default() -> Self {
-        let (ok, bytes, seconds) = Default::default();
-        Self { ok, bytes, no: array::from_fn(|_| AtomicU64::new(0)), seconds }
-    }
 }
 
 /// Live counters of an object store.
@@ -61,11 +51,7 @@ impl ObjectCounters {
                     self.already_there.fetch_add(keys, Ordering::Relaxed);
                 }
             }
-            Some(cause) => {
-                if let Some(count) = of.no.get(cause as usize) {
-                    count.fetch_add(keys, Ordering::Relaxed);
-                }
-            }
+            Some(cause) => of.no.add(cause, keys),
         }
     }
 
@@ -139,12 +125,11 @@ impl ObjectCounters {
     fn snapshot_of(&self, kind: BatchKind) -> KindStats {
         let of = self.of(kind);
         let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
-        let no = ObjectCause::ALL.iter().filter_map(|&c| Some((c, of.no.get(c as usize).map(get)?)));
         KindStats {
             batches: of.seconds.count(),
             ok: get(&of.ok),
             bytes: get(&of.bytes),
-            no: no.filter(|(_, n)| *n > 0).collect(),
+            no: of.no.all().into_iter().filter(|(_, n)| *n > 0).collect(),
         }
     }
 

@@ -10,7 +10,7 @@
 //!   head) starts.
 //! - `plan`: a `ChunkPlan` says which tokens of a chunk go to which slots of the server.
 //!
-//! This room touches no memory and knows no device, file or key.
+//! This module touches no memory and knows no device, file or key.
 
 mod layout;
 mod plan;

@@ -1,34 +1,11 @@
 //! Why a chunk was not loaded or not stored: the labels of counters and results.
 
-use std::array;
-use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use crate::error::{Error, ErrorKind};
-
-macro_rules! causes {
-    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[non_exhaustive]
-        pub enum $name { $($(#[$vdoc])* $variant,)* }
-
-        impl $name {
-            /// All causes.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The label in metrics and JSON output.
-            #[must_use]
-            pub const fn as_str(self) -> &'static str {
-                match self { $(Self::$variant => $text,)* }
-            }
-        }
-    };
-}
+use crate::metrics::causes;
 
 causes! {
     /// Why a chunk that was asked for was not loaded.
-    MissCause {
+    pub enum MissCause {
         /// No chunk with this key is stored.
         NotFound = "not_found",
         /// An extent fails its CRC, or the header is not the one the index knows.
@@ -54,7 +31,7 @@ causes! {
 
 causes! {
     /// Why a chunk that was given was not stored.
-    ShedCause {
+    pub enum ShedCause {
         /// Too many stores, or too many bytes of them, wait already.
         QueueFull = "queue_full",
         /// No staging buffer became free in time.
@@ -117,62 +94,5 @@ impl ShedCause {
             ErrorKind::Internal | ErrorKind::InvalidInput => Self::Internal,
             _ => Self::Io,
         }
-    }
-}
-
-/// A cause that can be counted.
-pub trait Cause: Copy + 'static {
-    /// Its place among all causes of its kind; below [`MAX_CAUSES`].
-    fn index(self) -> usize;
-}
-
-impl Cause for MissCause {
-    fn index(self) -> usize {
-        self as usize
-    }
-}
-
-impl Cause for ShedCause {
-    fn index(self) -> usize {
-        self as usize
-    }
-}
-
-/// At least as many as there are causes of any kind.
-pub const MAX_CAUSES: usize = 16;
-
-const _: () = assert!(MissCause::ALL.len() <= MAX_CAUSES && ShedCause::ALL.len() <= MAX_CAUSES);
-
-/// Chunks by cause.
-#[derive(Debug)]
-pub struct CauseCounters<C> {
-    counts: [AtomicU64; MAX_CAUSES],
-    of: PhantomData<fn(C)>,
-}
-
-impl<C> Default for CauseCounters<C> {
-    fn default() -> Self {
-        Self { counts: array::from_fn(|_| AtomicU64::new(0)), of: PhantomData }
-    }
-}
-
-impl<C: Cause> CauseCounters<C> {
-    /// Counts `n` chunks.
-    pub fn count(&self, cause: C, n: usize) {
-        if let Some(count) = self.counts.get(cause.index()) {
-            count.fetch_add(n as u64, Ordering::Relaxed);
-        }
-    }
-
-    /// Chunks counted so far, for each of these causes.
-    #[must_use]
-    pub fn all(&self, causes: &[C]) -> Vec<(C, u64)> {
-        causes.iter().map(|&cause| (cause, self.of(cause))).collect()
-    }
-
-    /// Chunks counted for this cause so far.
-    #[must_use]
-    pub fn of(&self, cause: C) -> u64 {
-        self.counts.get(cause.index()).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }

@@ -48,7 +48,7 @@ mod seam;
 mod stats;
 mod store;
 
-pub use cause::{Cause, CauseCounters, MAX_CAUSES, MissCause, ShedCause};
+pub use cause::{MissCause, ShedCause};
 pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
 pub use prefetch::{FindChunk, Prefetch, PrefetchResult, PrefetchStats};

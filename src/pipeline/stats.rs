@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::cause::{CauseCounters, MissCause, ShedCause};
+use super::cause::{MissCause, ShedCause};
 use super::load::LoadResult;
 use super::store::StoreResult;
-use crate::metrics::Histogram;
+use crate::metrics::{CauseCounters, Histogram};
 
 /// Counters of loads and stores; all only grow.
 #[derive(Debug, Default)]
@@ -76,7 +76,7 @@ impl PipelineStats {
         self.loaded_tokens.fetch_add(result.tokens as u64, Ordering::Relaxed);
         self.loaded_bytes.fetch_add(result.bytes, Ordering::Relaxed);
         for &(cause, chunks) in &result.misses {
-            self.misses.count(cause, chunks);
+            self.misses.add(cause, chunks as u64);
         }
         self.load_seconds.observe(took);
     }
@@ -87,7 +87,7 @@ impl PipelineStats {
         self.stored_bytes.fetch_add(result.bytes, Ordering::Relaxed);
         self.present_chunks.fetch_add(result.already_there as u64, Ordering::Relaxed);
         for &(cause, chunks) in &result.sheds {
-            self.sheds.count(cause, chunks);
+            self.sheds.add(cause, chunks as u64);
         }
         self.store_seconds.observe(took);
     }

@@ -28,7 +28,6 @@ use crate::error::ErrorKind;
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::slot::SlotHeader;
 use crate::io::Buf;
-use crate::key::ChunkKey;
 use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 
@@ -463,13 +462,5 @@ fn memory_for(shared: &Shared, frame: Option<&Filling>, (at, len): (u64, usize))
 fn copy_to(to: &mut [u8], at: usize, bytes: &[u8]) {
     if let Some(to) = to.get_mut(at..at + bytes.len()) {
         to.copy_from_slice(bytes);
-    }
-}
-
-impl Wanted {
-    /// A chunk that is looked for.
-    #[must_use]
-    pub fn new(key: ChunkKey, parent: ChunkKey, (tokens, depth): (u32, u32), tenant: u64) -> Self {
-        Self { key, parent, tokens, depth, tenant }
     }
 }

@@ -15,7 +15,7 @@
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!
-//! Everything runs on a few threads of its own. This room knows no devices, no paged memory and no
+//! Everything runs on a few threads of its own. This module knows no devices, no paged memory and no
 //! tokens.
 //!
 //! Files: `bucket.rs` (requests to the store), `breaker.rs` (when a failing store is left alone),

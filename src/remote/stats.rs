@@ -2,100 +2,43 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why a chunk was not fetched, or not uploaded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RemoteCause {
-    /// The store does not have it.
-    Absent,
-    /// The store, or the drive, did not answer in time.
-    TimedOut,
-    /// The connection or the server failed.
-    Io,
-    /// The store refuses these credentials.
-    Refused,
-    /// What came is not what was asked for, or fails a CRC.
-    Corrupt,
-    /// The chunk has expired.
-    Expired,
-    /// The store is left alone because it fails.
-    CircuitOpen,
-    /// The drive has no room, or its limits do not admit it.
-    NoSpace,
-    /// The tenant's chunks take all that one tenant may, and none of them is to be evicted for it.
-    Quota,
-    /// The drive failed.
-    Drive,
-    /// The caller does not want it any more, or it was removed meanwhile.
-    Cancelled,
-    /// Too many chunks wait to be uploaded.
-    QueueFull,
-    /// It has left the drive before it was uploaded.
-    Gone,
-    /// The cache is closed.
-    Closed,
-    /// It is there already.
-    Present,
-    /// The store does not know the request, or the chunk is of a kind that is not fetched.
-    Unsupported,
-}
+use crate::metrics::{CauseCounters, causes};
 
-impl RemoteCause {
-    /// All of them.
-    pub(super) const ALL: [Self; 16] = [
-        Self::Absent,
-        Self::TimedOut,
-        Self::Io,
-        Self::Refused,
-        Self::Corrupt,
-        Self::Expired,
-        Self::CircuitOpen,
-        Self::NoSpace,
-        Self::Quota,
-        Self::Drive,
-        Self::Cancelled,
-        Self::QueueFull,
-        Self::Gone,
-        Self::Closed,
-        Self::Present,
-        Self::Unsupported,
-    ];
-
-    /// The name in metrics.
-    pub(super) const fn as_str(self) -> &'static str {
-        match self {
-            Self::Absent => "absent",
-            Self::TimedOut => "timed_out",
-            Self::Io => "io",
-            Self::Refused => "refused",
-            Self::Corrupt => "corrupt",
-            Self::Expired => "expired",
-            Self::CircuitOpen => "circuit_open",
-            Self::NoSpace => "no_space",
-            Self::Quota => "quota",
-            Self::Drive => "drive",
-            Self::Cancelled => "cancelled",
-            Self::QueueFull => "queue_full",
-            Self::Gone => "gone",
-            Self::Closed => "closed",
-            Self::Present => "present",
-            Self::Unsupported => "unsupported",
-        }
-    }
-}
-
-/// Chunks by cause.
-#[derive(Debug, Default)]
-pub(super) struct ByCause([AtomicU64; RemoteCause::ALL.len()]);
-
-impl ByCause {
-    pub(super) fn add(&self, cause: RemoteCause, n: u64) {
-        if let Some(counter) = self.0.get(cause as usize) {
-            counter.fetch_add(n, Ordering::Relaxed);
-        }
-    }
-
-    fn get(&self) -> Vec<(&'static str, u64)> {
-        RemoteCause::ALL.iter().zip(&self.0).map(|(cause, n)| (cause.as_str(), n.load(Ordering::Relaxed))).collect()
+causes! {
+    /// Why a chunk was not fetched, or not uploaded.
+    pub(super) enum RemoteCause {
+        /// The store does not have it.
+        Absent = "absent",
+        /// The store, or the drive, did not answer in time.
+        TimedOut = "timed_out",
+        /// The connection or the server failed.
+        Io = "io",
+        /// The store refuses these credentials.
+        Refused = "refused",
+        /// What came is not what was asked for, or fails a CRC.
+        Corrupt = "corrupt",
+        /// The chunk has expired.
+        Expired = "expired",
+        /// The store is left alone because it fails.
+        CircuitOpen = "circuit_open",
+        /// The drive has no room, or its limits do not admit it.
+        NoSpace = "no_space",
+        /// The tenant's chunks take all that one tenant may, and none of them is to be evicted for it.
+        Quota = "quota",
+        /// The drive failed.
+        Drive = "drive",
+        /// The caller does not want it any more, or it was removed meanwhile.
+        Cancelled = "cancelled",
+        /// Too many chunks wait to be uploaded.
+        QueueFull = "queue_full",
+        /// It has left the drive before it was uploaded.
+        Gone = "gone",
+        /// The cache is closed.
+        Closed = "closed",
+        /// It is there already.
+        Present = "present",
+        /// The store does not know the request, or the chunk is of a kind that is not fetched.
+        Unsupported = "unsupported",
     }
 }
 
@@ -104,11 +47,11 @@ impl ByCause {
 pub(super) struct Counters {
     pub(super) fetched: AtomicU64,
     pub(super) fetched_bytes: AtomicU64,
-    pub(super) not_fetched: ByCause,
+    pub(super) not_fetched: CauseCounters<RemoteCause>,
     pub(super) uploaded: AtomicU64,
     pub(super) uploaded_bytes: AtomicU64,
     pub(super) present: AtomicU64,
-    pub(super) not_uploaded: ByCause,
+    pub(super) not_uploaded: CauseCounters<RemoteCause>,
 }
 
 /// The state of the remote tier at one moment; those of events only grow.
@@ -137,15 +80,18 @@ pub struct RemoteStats {
 impl Counters {
     pub(super) fn stats(&self, (failing, queued): (bool, usize)) -> RemoteStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let by_cause = |counts: &CauseCounters<RemoteCause>| -> Vec<(&'static str, u64)> {
+            counts.all().into_iter().map(|(cause, n)| (cause.as_str(), n)).collect()
+        };
         RemoteStats {
             failing,
             fetched: of(&self.fetched),
             fetched_bytes: of(&self.fetched_bytes),
-            not_fetched: self.not_fetched.get(),
+            not_fetched: by_cause(&self.not_fetched),
             uploaded: of(&self.uploaded),
             uploaded_bytes: of(&self.uploaded_bytes),
             present: of(&self.present),
-            not_uploaded: self.not_uploaded.get(),
+            not_uploaded: by_cause(&self.not_uploaded),
             queued,
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! The tier is inclusive: what it has, a drive has too, and it is asked only for a chunk that a
 //! lookup has just found there, by key and sequence. So what was removed, has expired or lies below
-//! a floor is not served from memory either, although nobody tells this room.
+//! a floor is not served from memory either, although nobody tells this module.
 //!
 //! A frame holds the extents of one chunk, each where it lies in the chunk's slot. Loads read into
 //! it, and stores gather into it, instead of into staging: nothing is copied to fill the tier. A
@@ -25,7 +25,7 @@
 //! - Nothing here does I/O to a drive. Only a process that uses another's frames waits, for that
 //!   process's answer and for a bounded time.
 //!
-//! This room knows no drives, no paged memory and no tokens.
+//! This module knows no drives, no paged memory and no tokens.
 
 use std::fmt;
 use std::ops::Range;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
-use forebay::device::{Device, HostDevice, HostOptions, KvMemory, PagedKv};
+use forebay::device::{Device, HostDevice, KvMemory, PagedKv};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, LoadResult, SlotMapping, StoreRequest};
 use forebay::engine::{Prompt, StoreResult};
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
@@ -288,7 +288,7 @@ impl World {
         settings.hugepages = false;
         settings.workers = 2;
         settings.on_open_failure = OnOpenFailure::Fail;
-        let device = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
+        let device = HostDevice::new(2).unwrap();
         Self { dir, shape, settings, drives: None, clock: None, device }
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
-use forebay::device::{Device, HostDevice, HostOptions};
+use forebay::device::{Device, HostDevice};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, MissCause, Prompt, StoreRequest};
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::key::Extra;
@@ -51,7 +51,7 @@ pub(crate) fn open(dir: &Path, min_free: u64) -> (Engine, Arc<dyn Device>) {
     settings.hugepages = false;
     settings.workers = 2;
     settings.on_open_failure = OnOpenFailure::Fail;
-    let device: Arc<dyn Device> = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
+    let device: Arc<dyn Device> = HostDevice::new(2).unwrap();
     let options = EngineOptions::new(&settings, shape().geometry(), Arc::clone(&device));
     (Engine::open_with(options).unwrap(), device)
 }

@@ -1,7 +1,7 @@
 //! The command line: global options and the list of subcommands. Each subcommand's own options live
 //! in its module.
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 
 /// KV-cache offload for LLM servers on local NVMe: measure it, warm it, replay traces against it,
 /// look into it.
@@ -27,11 +27,11 @@ Exit status: 0 done; 1 an error stopped the work; 2 wrong usage or input; 3 the 
 
 Examples:
   forebay demo
-  forebay probe /mnt/nvme
+  forebay probe /mnt/nvme/forebay
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
   forebay replay trace.jsonl --capacity-tokens 3m,10m --policy lru,fifo
   forebay warm import dumps/ --dry-run
-  forebay stat /mnt/nvme";
+  forebay stat /mnt/nvme/forebay";
 
 /// What to do.
 #[derive(Debug, Subcommand)]
@@ -51,7 +51,7 @@ pub(crate) enum Command {
     /// Say what would stop or slow a cache on this machine and in a directory, each with its
     /// remedy.
     Probe(crate::probe::ProbeArgs),
-    /// Check a cache's files, print what its index lists, or make a damaged index anew.
+    /// Check a cache's files, print what its index lists, or rebuild a damaged index.
     #[command(subcommand)]
     Fsck(crate::fsck::FsckCommand),
     /// List what a cache serves.
@@ -60,6 +60,11 @@ pub(crate) enum Command {
     Stat(crate::stat::StatArgs),
     /// Remove what a cache holds, also while servers use it.
     Purge(crate::purge::PurgeArgs),
+}
+
+/// The word by which the command line knows a value.
+pub(crate) fn word(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |known| known.get_name().to_owned())
 }
 
 #[cfg(test)]

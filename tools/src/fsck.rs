@@ -18,15 +18,17 @@ use crate::progress::{self, Unit};
 #[derive(Debug, Subcommand)]
 pub(crate) enum FsckCommand {
     /// Check the structures of every lane's index.
-    #[command(after_help = "Examples:\n  forebay fsck check /mnt/nvme\n  forebay fsck check /mnt/nvme --json")]
+    #[command(
+        after_help = "Examples:\n  forebay fsck check /mnt/nvme/forebay\n  forebay fsck check /mnt/nvme/forebay --json"
+    )]
     Check(CacheArgs),
     /// Also read every slot that is served and check every CRC.
-    #[command(after_help = "Examples:\n  forebay fsck deep /mnt/nvme")]
+    #[command(after_help = "Examples:\n  forebay fsck deep /mnt/nvme/forebay")]
     Deep(CacheArgs),
     /// Print every record of the indexes, one JSON object a line.
-    #[command(after_help = "Examples:\n  forebay fsck dump /mnt/nvme | head")]
+    #[command(after_help = "Examples:\n  forebay fsck dump /mnt/nvme/forebay | head")]
     Dump(CacheArgs),
-    /// Make the index of damaged lanes anew, from their slots and what is left of the old index.
+    /// Rebuild the index of damaged lanes from their slots and what is left of the old index.
     #[command(after_help = REBUILD_HELP)]
     Rebuild(RebuildArgs),
     /// Drop chunks whose bytes are damaged and lanes without data, and rewrite a damaged BUDGET
@@ -39,8 +41,8 @@ Every byte of data.kv is read and checked. What is intact is found again, what w
 slots are left out; `fsck repair` is for those where the index is intact. Servers that use the lane must be stopped.
 
 Examples:
-  forebay fsck rebuild /mnt/nvme --dry-run
-  forebay fsck rebuild /mnt/nvme";
+  forebay fsck rebuild /mnt/nvme/forebay --dry-run
+  forebay fsck rebuild /mnt/nvme/forebay";
 
 /// Options of `forebay fsck rebuild`.
 #[derive(Debug, Args)]

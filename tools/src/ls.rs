@@ -19,7 +19,7 @@ use crate::size::show_bytes;
 /// Options of `forebay ls`.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "A server's stores of the last moments may be missing.\n\nExamples:\n  forebay ls /mnt/nvme\n  forebay ls /mnt/nvme --namespaces --json\n  forebay ls /mnt/nvme --remote s3://kv-cache/llama"
+    after_help = "A server's stores of the last moments may be missing.\n\nExamples:\n  forebay ls /mnt/nvme/forebay\n  forebay ls /mnt/nvme/forebay --namespaces --json\n  forebay ls /mnt/nvme/forebay --remote s3://kv-cache/llama"
 )]
 pub(crate) struct LsArgs {
     /// The cache directory.

@@ -24,13 +24,13 @@ pub(crate) struct PurgeArgs {
     /// The cache directory.
     #[arg(value_name = "DIR")]
     directory: PathBuf,
-    /// Everything; in the namespace, where one is given.
+    /// Remove everything; with --namespace, everything in that namespace.
     #[arg(long, group = "what")]
     all: bool,
-    /// What was stored with this cache salt.
+    /// Remove what was stored with this cache salt.
     #[arg(long, value_name = "SALT", group = "what")]
     tenant: Option<String>,
-    /// The same, by the salt's hash as `ls` shows it.
+    /// Remove what was stored with the cache salt of this hash, as `ls` shows it.
     #[arg(long, value_name = "HEX", group = "what", value_parser = parse_tenant)]
     tenant_id: Option<u64>,
     /// Only this namespace, as `ls --namespaces` shows it, or all of this model's name or object
@@ -65,9 +65,9 @@ namespaces in DIR, or of the one given by --namespace. Other machines serve what
 Run it as the servers' user, once for each of their drives: DIR is one cache directory.
 
 Examples:
-  forebay purge /mnt/nvme --all --dry-run
-  forebay purge /mnt/nvme --tenant acme --yes --remote s3://kv-cache/llama
-  forebay purge /mnt/nvme --namespace 5f0c9b4e7a1d2233445566778899aabb";
+  forebay purge /mnt/nvme/forebay --all --dry-run
+  forebay purge /mnt/nvme/forebay --tenant acme --yes --remote s3://kv-cache/llama
+  forebay purge /mnt/nvme/forebay --namespace 5f0c9b4e7a1d2233445566778899aabb";
 
 fn parse_tenant(text: &str) -> std::result::Result<u64, String> {
     u64::from_str_radix(text.trim_start_matches("0x"), 16).map_err(|_| "up to 16 hexadecimal digits".to_owned())

@@ -29,7 +29,7 @@ pub(crate) struct StatArgs {
     /// it. Each of several directories has an equal share of it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     capacity: Option<u64>,
-    /// The servers' free-space floor, to show what is left above it.
+    /// The servers' `min_free`, to show what is left above it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     min_free: Option<u64>,
     /// Show what this remote store (a `remote_url`) holds too, with the credentials of the
@@ -45,9 +45,9 @@ Space is taken in whole segments before it is filled: `reserved` is what of them
 (docs/configuration.md, Capacity). What is in a server's memory tier, its metrics tell. Exit status 3: a lane cannot be read, or the cache does not open.
 
 Examples:
-  forebay stat /mnt/nvme
-  forebay stat /mnt/nvme0 /mnt/nvme1 --capacity 2t --min-free 100g --json
-  forebay stat /mnt/nvme --remote s3://kv-cache/llama";
+  forebay stat /mnt/nvme/forebay
+  forebay stat /mnt/nvme0/forebay /mnt/nvme1/forebay --capacity 2t --min-free 100g --json
+  forebay stat /mnt/nvme/forebay --remote s3://kv-cache/llama";
 
 /// Runs the command.
 pub(crate) fn run(args: &StatArgs, context: &Context) -> Result<Outcome> {

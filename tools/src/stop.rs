@@ -1,14 +1,18 @@
 //! SIGINT and SIGTERM set a flag that long work checks from time to time, so that it ends in order:
 //! prints what it has measured, removes what it has made.
 //!
-//! A second signal ends the process at once, for somebody who does not want to wait for that.
+//! A second signal ends the process at once, for somebody who does not want to wait for that. A
+//! process that another one of this program has started ends with that one.
 
+use std::io::Read as _;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use forebay::{Error, ErrorKind, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
+
+use crate::out;
 
 /// The signal that came, 0 for none; empty before [`listen`].
 static CAME: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
@@ -49,4 +53,17 @@ pub(crate) fn check() -> Result<()> {
 /// Whether `error` comes from the end that was asked for.
 pub(crate) fn is_end(error: &Error) -> bool {
     asked() && error.kind() == ErrorKind::Cancelled
+}
+
+/// From now on this process ends with its parent, however that ends, because its standard input is
+/// closed then. `clean_up` comes before.
+pub(crate) fn with_parent(clean_up: impl FnOnce() + Send + 'static) -> Result<()> {
+    let watch = move || {
+        let mut nothing = [0; 1];
+        while std::io::stdin().read(&mut nothing).is_ok_and(|n| n > 0) {}
+        clean_up();
+        std::process::exit(i32::from(out::EXIT_FAILED));
+    };
+    let thread = std::thread::Builder::new().name("parent-watch".to_owned()).spawn(watch);
+    thread.map(drop).map_err(|e| Error::io("cannot start a thread", e))
 }

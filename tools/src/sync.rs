@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
-use forebay::config::{Admission, DriveSettings, Loader, Mode, Settings};
+use forebay::config::{Admission, Mode, Settings};
 use forebay::format::PAGE_BYTES;
 use forebay::format::record::{KeyKind, Record};
 use forebay::geometry::Geometry;
@@ -72,7 +72,7 @@ pub(crate) struct SyncArgs {
     /// Only this namespace, as `ls --namespaces` shows it, or this model's name.
     #[arg(long, value_name = "NS")]
     namespace: Option<String>,
-    /// Bytes that are moved at most, for each shard.
+    /// Move at most so many bytes for each shard.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     limit: Option<u64>,
 }
@@ -88,8 +88,8 @@ be moved, or a part of the cache could not be read; the causes are those of fore
 forebay_remote_shed_chunks_total.
 
 Examples:
-  forebay sync up /mnt/nvme --remote s3://kv-cache/llama
-  forebay sync down /mnt/nvme --remote s3://kv-cache/llama --config forebay.yaml
+  forebay sync up /mnt/nvme/forebay --remote s3://kv-cache/llama
+  forebay sync down /mnt/nvme/forebay --remote s3://kv-cache/llama --config forebay.yaml
   forebay sync down --config forebay.yaml --namespace my-org/my-model --limit 200g --json";
 
 /// What became of one shard.
@@ -174,15 +174,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
 
 /// The server's settings, but for what decides what is stored: everything that was asked for is.
 fn settings(args: &SyncArgs, up: bool) -> Result<Settings> {
-    let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
-    let loader = args.remote.iter().fold(loader, |loader, url| loader.set("remote_url", url.as_str()));
-    let (mut settings, warnings) = loader.load()?;
-    warnings.iter().for_each(|w| tracing::warn!("{w}"));
-    if !args.directories.is_empty() {
-        let absolute = |dir: &PathBuf| std::path::absolute(dir).map_err(|e| Error::io("no such path", e).at(dir));
-        let paths: Vec<PathBuf> = args.directories.iter().map(absolute).collect::<Result<_>>()?;
-        settings.drives = paths.into_iter().map(DriveSettings::new).collect();
-    }
+    let mut settings = crate::settings::load(args.config.as_deref(), args.remote.as_deref(), &args.directories)?;
     settings.require_drives()?;
     settings.mode = if up { Mode::Ro } else { Mode::Rw };
     (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);

@@ -61,11 +61,28 @@ fn layers_lookups_and_reopening_report_their_figures_and_leave_nothing() {
         let own = &json["jobs"][0]["forebay"];
         assert!(figures.iter().all(|f| own[f].as_f64() > Some(0.0)), "{arguments}: {own}");
     }
-    for arguments in ["--rw lookup --tokens 1024 --model tiny", "--rw reopen --chunks 300 --ioengine threads"] {
-        let told = bench(dir.path(), arguments).stderr;
-        assert!(told.contains("would change nothing"), "{arguments}: {told}");
-    }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn modes_without_kv_report_the_options_that_they_have_and_refuse_the_others() {
+    let dir = folder();
+    for (arguments, reported) in [
+        ("--rw lookup --tokens 1024 --entries 200", "rw=lookup, tokens=1024, entries=200"),
+        ("--rw reopen --chunks 300 --one-gone-of 1000", "rw=reopen, chunks=300, one_gone_of=1000"),
+    ] {
+        let json = bench(dir.path(), arguments).expect(0).json();
+        let options = json["jobs"][0]["job options"].as_object().unwrap();
+        let options: Vec<_> =
+            options.iter().map(|(name, value)| format!("{name}={}", value.as_str().unwrap())).collect();
+        assert_eq!(options.join(", "), reported);
+        let text = forebay(dir.path(), &format!("bench {arguments}").split(' ').collect::<Vec<_>>()).expect(0).stdout;
+        assert!(text.starts_with(&format!("forebay: (groupid=0): {reported}\n")), "{text}");
+        for other in ["--model tiny", "--ioengine threads", "--device host", "--kernel-ctas 4", "--bs 4k"] {
+            let told = bench(dir.path(), &format!("{arguments} {other}")).expect(2).stderr;
+            assert!(told.contains("would change nothing"), "{arguments} {other}: {told}");
+        }
+    }
 }
 
 #[test]

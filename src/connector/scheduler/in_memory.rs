@@ -51,7 +51,7 @@ impl InMemory {
     /// place make one run. A chunk counts as in memory only where every rank has it there: a load
     /// is as slow as its slowest rank.
     pub(super) fn runs(&self, prompt: &Prompt, (start, stop): (usize, usize)) -> Vec<LoadParts> {
-        let chunk = prompt.chunk_tokens().max(1);
+        let chunk = prompt.chunk_tokens();
         let has = |key: &ChunkKey| !self.0.is_empty() && self.0.values().all(|chunks| chunks.contains(key));
         let mut runs: Vec<LoadParts> = Vec::new();
         for at in start / chunk..stop.div_ceil(chunk) {

@@ -150,7 +150,7 @@ impl EventLog {
         if !self.is_on {
             return;
         }
-        let size = prompt.chunk_tokens().max(1);
+        let size = prompt.chunk_tokens();
         for i in start / size..stop.div_ceil(size) {
             let tokens = (stop - i * size).min(size);
             let partial = (tokens < size).then(|| prompt.partial_key(i, tokens));
@@ -232,7 +232,7 @@ impl EventLog {
         if !self.is_on {
             return;
         }
-        let size = prompt.chunk_tokens().max(1);
+        let size = prompt.chunk_tokens();
         for (i, key) in prompt.keys().iter().enumerate().take(found / size) {
             if self.known.insert(*key, ()) {
                 self.ordered.remove(key);

@@ -199,7 +199,7 @@ impl Scheduler {
                 continue;
             };
             // The key of the chunk that `stop` lies in covers all of the chunk's tokens.
-            let chunk = tracker.prompt.chunk_tokens().max(1);
+            let chunk = tracker.prompt.chunk_tokens();
             let prompt = tracker.part((stop / chunk + 1) * chunk);
             tracker.load = RequestLoad::InFlight { computed, stop };
             self.stats.loads += 1;
@@ -239,7 +239,7 @@ fn waits(
     patience: Duration,
 ) -> bool {
     let now = Instant::now();
-    let first = tracker.prompt.keys().get(computed / tracker.prompt.chunk_tokens().max(1));
+    let first = tracker.prompt.keys().get(computed / tracker.prompt.chunk_tokens());
     let is_loading = first.and_then(|k| loading.get(k)).is_some_and(|until| now < *until);
     if !is_loading {
         tracker.waiting_since = None;
@@ -250,6 +250,6 @@ fn waits(
 
 /// The keys of the full chunks that a load of `computed..stop` reads.
 fn keys_of(tracker: &Tracker, (computed, stop): (usize, usize)) -> &[ChunkKey] {
-    let (chunk, keys) = (tracker.prompt.chunk_tokens().max(1), tracker.prompt.keys());
+    let (chunk, keys) = (tracker.prompt.chunk_tokens(), tracker.prompt.keys());
     keys.get(computed / chunk..stop.div_ceil(chunk).min(keys.len())).unwrap_or_default()
 }

@@ -350,7 +350,7 @@ impl Scheduler {
             self.prefetches.add(request.req_id);
         }
         if self.options.role == Role::Producer && request.transferred > 0 {
-            let chunk = tracker.prompt.chunk_tokens().max(1);
+            let chunk = tracker.prompt.chunk_tokens();
             tracker.saved = Some(request.transferred.min(tracker.prompt.len()) / chunk * chunk);
         }
         self.requests.insert(request.req_id.to_owned(), tracker);
@@ -487,7 +487,7 @@ impl Scheduler {
             && let Some(wanted) = self.lookup.wanted()
         {
             let Some(tracker) = self.requests.get_mut(&wanted.req_id) else { continue };
-            let chunk = tracker.prompt.chunk_tokens().max(1);
+            let chunk = tracker.prompt.chunk_tokens();
             let prompt = tracker.part((wanted.tokens / chunk + 1) * chunk);
             tokens += prompt.tokens.len();
             self.stats.questions += 1;
@@ -507,7 +507,7 @@ impl Scheduler {
             Some(blocks) => tracker.append(blocks),
             None => {}
         }
-        let chunk = tracker.prompt.chunk_tokens().max(1);
+        let chunk = tracker.prompt.chunk_tokens();
         let part_is_open = self.options.save_unfull_chunk && !tracker.unfull_saved;
         let is_open = part_is_open || tracker.reached().is_none_or(|reached| end / chunk * chunk > reached);
         // A request may have grown too large to wait with its stores until it ends.

@@ -66,7 +66,7 @@ impl Scheduler {
                 continue;
             }
             // The key of the chunk that `stop` lies in covers all of the chunk's tokens.
-            let chunk = tracker.prompt.chunk_tokens().max(1);
+            let chunk = tracker.prompt.chunk_tokens();
             let prompt = tracker.part((stop / chunk + 1) * chunk);
             sent += prompt.tokens.len();
             self.stats.prefetches += 1;

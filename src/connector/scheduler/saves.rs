@@ -29,7 +29,7 @@ impl Scheduler {
         }
         let options = &self.options;
         let Some(tracker) = self.requests.get_mut(req_id).filter(|t| !t.skip_save) else { return };
-        let (chunk, saved) = (tracker.prompt.chunk_tokens().max(1), tracker.reached().unwrap_or(0));
+        let (chunk, saved) = (tracker.prompt.chunk_tokens(), tracker.reached().unwrap_or(0));
         let full = computed.1 / chunk * chunk;
         if options.save_decode_cache
             && full > saved.max(tracker.prompt.len())
@@ -87,7 +87,7 @@ impl Scheduler {
         let asks = self.options.role.loads() && !before.skip_load;
         let found = before.saved.or_else(|| if asks { self.stored(req_id) } else { None }).unwrap_or(0);
         let tracker = self.requests.get_mut(req_id)?;
-        let chunk = tracker.prompt.chunk_tokens().max(1);
+        let chunk = tracker.prompt.chunk_tokens();
         let start = if found >= stop { stop } else { found / chunk * chunk };
         tracker.saved = Some(stop / chunk * chunk);
         tracker.unfull_saved |= !stop.is_multiple_of(chunk);
@@ -111,7 +111,7 @@ pub(super) fn may_wait(tracker: &Tracker, options: &ConnectorOptions) -> bool {
 
 /// Where a store may end after a step that has computed `end` tokens.
 fn end_of_save(tracker: &Tracker, end: usize, options: &ConnectorOptions) -> usize {
-    let chunk = tracker.prompt.chunk_tokens().max(1);
+    let chunk = tracker.prompt.chunk_tokens();
     let whole_prompt = tracker.prompt_tokens.min(tracker.prompt.len());
     let known = if options.save_decode_cache { tracker.prompt.len() } else { whole_prompt };
     let stop = end.min(known) / chunk * chunk;
@@ -128,7 +128,7 @@ fn first_present(
     (start, stop, computed): (usize, usize, usize),
     options: &ConnectorOptions,
 ) -> usize {
-    let chunk = tracker.prompt.chunk_tokens().max(1);
+    let chunk = tracker.prompt.chunk_tokens();
     let mut there = start;
     for (group, tokens) in options.block_tokens.iter().enumerate() {
         let (Some(window), Some(table)) = (options.window(group), tracker.blocks.get(group)) else { continue };

@@ -115,7 +115,7 @@ impl Tracker {
 
     /// Whether another server's store of more than `stop` tokens is still waited for.
     pub(super) fn awaits_more_than(&mut self, stop: usize, (multiple, patience): (usize, Duration)) -> bool {
-        let chunk = self.prompt.chunk_tokens().max(1);
+        let chunk = self.prompt.chunk_tokens();
         let promised = self.promised.min(self.prompt.len().saturating_sub(1)) / chunk * chunk;
         promised / multiple * multiple > stop
             && self.promised_since.get_or_insert_with(Instant::now).elapsed() < patience

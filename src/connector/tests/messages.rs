@@ -1,6 +1,7 @@
 //! Messages and options.
 
 use super::*;
+use crate::geometry::block_multiple;
 use crate::key::{LoraId, MmItem};
 
 #[test]

@@ -52,7 +52,7 @@ impl Saving {
 
     /// The chunks in its range.
     fn chunks(&self) -> impl Iterator<Item = StoredChunk> + '_ {
-        let (step, (start, stop)) = (self.prompt.chunk_tokens().max(1), self.range);
+        let (step, (start, stop)) = (self.prompt.chunk_tokens(), self.range);
         (start / step..stop.div_ceil(step)).filter_map(move |i| {
             let tokens = (stop - i * step).min(step);
             let partial = (tokens < step).then(|| self.prompt.partial_key(i, tokens));
@@ -134,7 +134,7 @@ impl Worker {
             generated: order.generated,
             depends_on: self.tickets(&order.req_id),
             backpressure,
-            save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens().max(1))),
+            save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens())),
             layerwise: Some(self.options.layerwise),
             computed,
             ..StoreRequest::new(&prompt, &self.kv, self.slots(&order.spans, range))
@@ -205,7 +205,7 @@ impl Worker {
         let shed: usize = result.sheds.iter().map(|(_, chunks)| chunks).sum();
         self.stats.stored_chunks += result.stored as u64;
         self.stats.stored_tokens += result.tokens as u64;
-        let before = saving.range.0 / saving.prompt.chunk_tokens().max(1);
+        let before = saving.range.0 / saving.prompt.chunk_tokens();
         self.stats.already_there += result.already_there.saturating_sub(before) as u64;
         // The policy refuses the last chunks of a store, so the stored ones are those before them.
         let unwanted = result.shed(ShedCause::Policy);

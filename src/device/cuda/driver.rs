@@ -1,7 +1,7 @@
 //! The CUDA driver: whether it is there, and its answers as errors.
 //!
 //! cudarc panics where the library or a function is missing, so nothing of it may be called before
-//! [`init`] has succeeded. [`init`] looks for the library and for every function that this room
+//! [`init`] has succeeded. [`init`] looks for the library and for every function that this module
 //! calls.
 #![expect(unsafe_code, reason = "looks for a library and calls its entry points")]
 
@@ -17,7 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// × minor.
 const OLDEST_DRIVER: i32 = 12_000;
 
-/// Every function of the driver that this room calls.
+/// Every function of the driver that this module calls.
 const NEEDED: &[&str] = &[
     "cuInit",
     "cuDriverGetVersion",

@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 
 use super::fence::{Fence, Stream};
 use super::staging::{StagingOptions, StagingPool};
-use super::{Device, Gate, GatherJob, KvMemory, PagedKv, RopeShift, ScatterJob};
+use super::{Device, GatherJob, KvMemory, PagedKv, RopeShift, ScatterJob};
 use crate::config::Numa;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{MemorySpace, Mover};
@@ -91,13 +91,11 @@ pub struct CudaOptions {
     pub checksums: bool,
     /// NUMA node of pinned host memory; by default the GPU's.
     pub numa: Numa,
-    /// Prefix of the threads' names.
-    pub name: String,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { ordinal: 0, max_ctas: 16, checksums: true, numa: Numa::Auto, name: "forebay-gpu".to_owned() }
+        Self { ordinal: 0, max_ctas: 16, checksums: true, numa: Numa::Auto }
     }
 }
 
@@ -126,15 +124,14 @@ impl CudaDevice {
         let kernels = Kernels::load(&context, options.checksums)?;
         let events = EventPool::new(Arc::clone(&context));
         let made = (&context, &events, &kernels);
-        let scatters =
-            Executor::new(made, SCATTER_LANES, options.max_ctas)?.start(&format!("{}-load", options.name))?;
-        let gathers = Executor::new(made, GATHER_LANES, options.max_ctas)?.start(&format!("{}-store", options.name))?;
+        let scatters = Executor::new(made, SCATTER_LANES, options.max_ctas)?.start("forebay-gpu-load")?;
+        let gathers = Executor::new(made, GATHER_LANES, options.max_ctas)?.start("forebay-gpu-store")?;
         let numa = match options.numa {
             Numa::Auto => info.numa_node,
             Numa::Off => None,
             Numa::Node(node) => Some(node),
         };
-        let mover = CudaMover::new(&context, &events, &format!("{}-copy", options.name), numa)?;
+        let mover = CudaMover::new(&context, &events, "forebay-gpu-copy", numa)?;
         let stream = Mutex::new(Bench { stream: OwnStream::new(&context)?, slot: None });
         let tools = Arc::new(Tools { context: Arc::clone(&context), events, stream });
         let (max_ctas, context) = (options.max_ctas, Arc::clone(&context));
@@ -172,7 +169,7 @@ impl Device for CudaDevice {
     }
 
     fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], after: &[Fence]) -> Result<()> {
-        self.rope_shift(kv, shifts, &Gate::new(), after).map(drop)
+        self.turn(kv, shifts, after)
     }
 
     fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {

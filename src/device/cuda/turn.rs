@@ -6,20 +6,14 @@ use super::job::point;
 use super::kernels::{Kernel, Launch};
 use super::rope::RopeBatch;
 use super::slot::LaunchSlot;
-use crate::device::{Fence, Gate, PagedKv, RopeShift};
+use crate::device::{Fence, PagedKv, RopeShift};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::MemorySpace;
 
 impl CudaDevice {
-    /// Turns keys in place from their old positions to new ones, after the fences, and waits for
-    /// it. Nothing happens where the gate is closed; the result says whether it did. No load or
-    /// store may use those slots meanwhile.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidInput`] where a shift does not suit the paged KV, that does not lie on
-    /// this GPU, or a fence is not a GPU's; what the driver says otherwise: the keys may then
-    /// be turned or not.
-    pub fn rope_shift(&self, kv: &PagedKv, shifts: &[RopeShift], gate: &Gate, after: &[Fence]) -> Result<bool> {
+    /// [`Device::turn_keys`](crate::device::Device::turn_keys). After an error of the driver's the
+    /// keys may be turned or not.
+    pub(super) fn turn(&self, kv: &PagedKv, shifts: &[RopeShift], after: &[Fence]) -> Result<()> {
         self.context.usable()?;
         let here = MemorySpace::Device(self.context.ordinal());
         if kv.place() != here {
@@ -35,9 +29,8 @@ impl CudaDevice {
         let points = after.iter().map(point).collect::<Option<Vec<_>>>();
         let points =
             points.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "keys cannot be turned after this fence"))?;
-        let Some(_guard) = gate.enter() else { return Ok(false) };
         if batch.num_tiles() == 0 {
-            return Ok(true);
+            return Ok(());
         }
         let _entered = self.context.enter()?;
         let mut tools = self.tools.stream.lock();
@@ -66,13 +59,12 @@ impl CudaDevice {
                 max_ctas: self.max_ctas,
             };
             // SAFETY: the descriptors come before it in the stream, their addresses were checked,
-            // and what they name is borrowed until the stream has passed the launch, inside the
-            // gate.
+            // and what they name is borrowed until the stream has passed the launch.
             unsafe { self.kernels.launch(stream, launch) }
         };
         let submitted = submit();
         let waited = stream.pass(stream.record(&self.tools.events).ok().as_deref());
         submitted.and(waited)?;
-        Ok(true)
+        Ok(())
     }
 }

@@ -5,7 +5,9 @@
 use std::ops::Range;
 
 use super::copy::{Stores, copy_grid};
-use super::crc::{ExtentCrc, tile_tokens};
+use crc32fast::Hasher;
+
+use super::crc::tile_tokens;
 use super::exp4::CodedWriter;
 use super::scatter::{Cursor, line};
 use super::{CopyOutcome, host_only};
@@ -28,7 +30,7 @@ pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
             None => GatherTarget::Raw(extent),
             Some(shape) => GatherTarget::Coded(CodedWriter::new(shape, extent)),
         };
-        let mut pass = GatherPass { target, crc: ExtentCrc::new(), gate: &job.gate, fits: true };
+        let mut pass = GatherPass { target, crc: Hasher::new(), gate: &job.gate, fits: true };
         let finished = match &part.body {
             Body::Planes(planes) => planes.iter().all(|p| gather_plane(p, part, &mut pass)),
             Body::Blocks(blocks) => {
@@ -54,7 +56,7 @@ enum GatherTarget<'a> {
 /// The state of one pass over an extent.
 struct GatherPass<'a> {
     target: GatherTarget<'a>,
-    crc: ExtentCrc,
+    crc: Hasher,
     gate: &'a Gate,
     fits: bool,
 }
@@ -85,7 +87,7 @@ impl GatherPass<'_> {
         if let GatherTarget::Coded(writer) = self.target {
             self.fits = writer.finish(&mut self.crc);
         }
-        self.fits.then(|| self.crc.finish())
+        self.fits.then(|| self.crc.finalize())
     }
 }
 

@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::rope::{RopeShift, turn_on_host};
 use super::{
-    Device, Fence, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    Device, Fence, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
     StagingPool,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -35,21 +35,6 @@ internals!(use exp4::{CodecKernels, decode_exp4, decode_tiles, encode_exp4, enco
 
 /// Of this many picks with both kinds waiting, one is a gather.
 const GATHER_TURN: u32 = 8;
-
-/// Settings of the host device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostOptions {
-    /// Worker threads; 0 stands for the default, the smaller of 4 and the number of cores.
-    pub workers: usize,
-    /// Prefix of the threads' names.
-    pub name: String,
-}
-
-impl Default for HostOptions {
-    fn default() -> Self {
-        Self { workers: 0, name: "forebay-copy".to_owned() }
-    }
-}
 
 /// KV in host memory, moved by a pool of threads. Dropping it finishes all jobs first.
 pub struct HostDevice {
@@ -92,34 +77,23 @@ impl HostQueue {
 }
 
 impl HostDevice {
-    /// Starts the workers.
+    /// Starts so many worker threads; 0 stands for the smaller of 4 and the number of cores.
     ///
     /// # Errors
     /// What the operating system says of a new thread.
-    pub fn new(options: &HostOptions) -> Result<Arc<Self>> {
+    pub fn new(workers: usize) -> Result<Arc<Self>> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let workers = if options.workers == 0 { cores.min(4) } else { options.workers };
+        let workers = if workers == 0 { cores.min(4) } else { workers };
         let device = Self { shared: Arc::default(), workers: Mutex::default() };
         for i in 0..workers {
             let shared = Arc::clone(&device.shared);
             let handle = thread::Builder::new()
-                .name(format!("{}-{i}", options.name))
+                .name(format!("forebay-copy-{i}"))
                 .spawn(move || shared.work())
                 .map_err(|e| Error::io("cannot start a copy thread", e))?;
             device.workers.lock().push(handle);
         }
         Ok(Arc::new(device))
-    }
-
-    /// Turns the keys of the shift's tokens to their new positions, on the calling thread, unless
-    /// the gate is closed; says whether it did. No load or store may use those slots meanwhile.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV, or that does not lie
-    /// in host memory.
-    pub fn rope_shift(&self, kv: &PagedKv, shift: &RopeShift, gate: &Gate) -> Result<bool> {
-        let Some(_guard) = gate.enter() else { return Ok(false) };
-        turn_on_host(kv, std::slice::from_ref(shift)).map(|()| true)
     }
 }
 

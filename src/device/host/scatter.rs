@@ -5,7 +5,9 @@
 use std::ops::Range;
 
 use super::copy::{Axis, Drain, Grid, Stores, copy_grid};
-use super::crc::{ExtentCrc, tile_tokens};
+use crc32fast::Hasher;
+
+use super::crc::tile_tokens;
 use super::exp4::CodedReader;
 use super::{CopyOutcome, host_only};
 use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
@@ -29,7 +31,7 @@ pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
             None => Source::Raw(extent),
             Some(shape) => Source::Coded(CodedReader::new(shape, extent)),
         };
-        let mut pass = ScatterPass { source, crc: ExtentCrc::new(), gate: &job.gate };
+        let mut pass = ScatterPass { source, crc: Hasher::new(), gate: &job.gate };
         let finished = match &part.body {
             Body::Planes(planes) => planes.iter().all(|p| scatter_plane(p, part, &mut pass)),
             Body::Blocks(blocks) => {
@@ -54,7 +56,7 @@ enum Source<'a> {
 /// The state of one pass over an extent.
 struct ScatterPass<'a> {
     source: Source<'a>,
-    crc: ExtentCrc,
+    crc: Hasher,
     gate: &'a Gate,
 }
 
@@ -76,7 +78,7 @@ impl ScatterPass<'_> {
         if let Source::Coded(reader) = self.source {
             reader.finish(&mut self.crc);
         }
-        self.crc.finish()
+        self.crc.finalize()
     }
 }
 

@@ -31,7 +31,7 @@ fn rig_for(workers: usize, jobs: usize) -> Rig {
     let layout = PagedLayout::per_layer(&[LayerSpec::kv(LayerKind::Full, 2, HEAD_BYTES)], shape).unwrap();
     let (kv, memories) = PagedKv::alloc_zeroed(layout).unwrap();
     let options = StagingOptions { bytes: 1 << 20, slot_bytes: 32 << 10, hugepages: HugePages::Off, numa: None };
-    let device = HostDevice::new(&HostOptions { workers, ..HostOptions::default() }).unwrap();
+    let device = HostDevice::new(workers).unwrap();
     Rig { blocks, device, kv, memories, pool: StagingPool::new(&options).unwrap() }
 }
 

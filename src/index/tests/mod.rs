@@ -1,4 +1,4 @@
-//! Tests of the index room.
+//! Tests of the index module.
 
 mod garbage;
 mod lane;

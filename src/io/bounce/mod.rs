@@ -4,7 +4,7 @@
 //!
 //! A read goes drive, pinned memory, accelerator; a write the other way. Requests are cut into
 //! pieces, so that the copy of one overlaps the transfer of the next; pieces wait in order for
-//! pinned memory, and no thread waits with them. Invariants: as every queue of this room; a piece
+//! pinned memory, and no thread waits with them. Invariants: as every queue of this module; a piece
 //! that is at the drive touches only pinned memory, so when its time is up the caller gets the
 //! accelerator's memory back and the pinned piece stays behind; a piece that is being copied keeps
 //! both. The only thread here is a watchdog, which sleeps without a timer while nothing is in

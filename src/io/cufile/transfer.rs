@@ -23,7 +23,7 @@ use crate::io::jobs::{Detached, Failed, Moved};
 use crate::io::pool::{BlockJob, Transfer};
 use crate::io::router::DevicePath;
 use crate::io::{
-    Buf, Completion, Direction, IoBuf, IoPath, IoStats, MemorySpace, Mover, Notes, Op, QueueBackend, Request,
+    Buf, Direction, IoBuf, IoPath, IoStats, MemorySpace, Mover, Notes, Op, QueueBackend, Request,
 };
 
 /// After this many faults cuFile is given up.
@@ -235,9 +235,7 @@ impl Transfer for CufileTransfers {
             ..Request::read(read.file, read.offset, into, move |c| caller.tell(c.result, c.buf)).timeout(left)
         };
         if let Err(rejected) = self.below.submit_part(request, &self.parts) {
-            let Request { done, buf, .. } = *rejected.request;
-            let now = Instant::now();
-            done(Completion { result: Err(rejected.error), buf, submitted: now, finished: now });
+            rejected.answer();
         }
     }
 

@@ -27,7 +27,7 @@ pub(super) use evict::flush_evictions;
 pub(super) use maintenance::{Maintenance, at_rest, helpers, run};
 pub(super) use orphans::delete;
 
-/// Parts of this room, for tests that decide what is evicted and when.
+/// Parts of this module, for tests that decide what is evicted and when.
 #[cfg(test)]
 pub(super) mod steps {
     use std::sync::Arc;

@@ -12,7 +12,7 @@ use super::disk::{Fate, Slot};
 use super::memory::{bring_damaged, tier_of, wait_used};
 use super::world::{Kv, LAYERS, TOKENS, World};
 use crate::device::{
-    Device, Fence, GatherJob, HostDevice, HostOptions, KvMemory, PagedKv, Point, RopeShift, ScatterJob, StagingOptions, StagingPool, Stream,
+    Device, Fence, GatherJob, HostDevice, KvMemory, PagedKv, Point, RopeShift, ScatterJob, StagingOptions, StagingPool, Stream,
 };
 use crate::error::{ErrorKind, Result};
 use crate::io::MemorySpace;
@@ -68,7 +68,7 @@ struct Later {
 impl Later {
     fn new() -> Arc<Self> {
         Arc::new(Self {
-            host: HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap(),
+            host: HostDevice::new(1).unwrap(),
             queued: Mutex::default(),
             running: Mutex::default(),
             changed: Condvar::new(),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::disk::{Disk, Slot};
-use crate::device::{Device, HostDevice, HostMemory, HostOptions, HugePages, PagedKv, StagingOptions, StagingPool};
+use crate::device::{Device, HostDevice, HostMemory, HugePages, PagedKv, StagingOptions, StagingPool};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::key::ChunkKey;
@@ -89,7 +89,7 @@ impl World {
     }
 
     pub(super) fn with(load_slots: usize, store_slots: usize, change: impl FnOnce(&mut PipelineOptions)) -> Self {
-        let device = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
+        let device = HostDevice::new(2).unwrap();
         Self::on(device, load_slots, store_slots, change)
     }
 

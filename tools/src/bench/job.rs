@@ -7,9 +7,12 @@ use forebay::geometry::PRESETS;
 use forebay::{Error, ErrorKind, Result};
 
 use super::options::{Coding, IoEngine, JobOptions, KvOptions, Layout, Rw};
+use crate::cli::word;
 use crate::report::logs::LogNames;
 
 const HOST: &str = "host";
+/// Tokens of the prompts that `lookup` asks for.
+const LOOKUP_TOKENS: u64 = 131_072;
 /// Largest number of operations in flight that a worker may ask for.
 const MAX_IODEPTH: usize = 4096;
 /// Largest number of workers.
@@ -101,7 +104,7 @@ fn invalid(name: &str, why: impl std::fmt::Display) -> Error {
 
 /// An option that has no effect in this mode, in words.
 fn misplaced(rw: Rw, options: &JobOptions) -> Option<String> {
-    let only = |name: &str, of: &str| Some(format!("{name} is for {of}, and rw={} is none of them", rw.word()));
+    let only = |name: &str, of: &str| Some(format!("{name} is for {of}, and rw={} is none of them", word(rw)));
     if rw.is_raw() {
         let of = "the engine's modes";
         let (verify, keep) = (options.kv.verify.filter(|v| *v), options.kv.keep.filter(|k| *k));
@@ -122,18 +125,20 @@ fn misplaced(rw: Rw, options: &JobOptions) -> Option<String> {
         JobOptions { numjobs: Some(2..), .. } if !matches!(rw, Rw::Load | Rw::Store) => {
             only("numjobs", "plain files, load and store")
         }
-        _ if matches!(rw, Rw::Lookup | Rw::Reopen) => misplaced_in_index(rw, options),
+        _ if rw.is_index() => misplaced_in_index(rw, options),
         _ => None,
     }
 }
 
-/// As [`misplaced`], in the modes that move no KV: their chunks are a page, in a log of their own.
+/// As [`misplaced`], in the modes that move no KV.
 fn misplaced_in_index(rw: Rw, options: &JobOptions) -> Option<String> {
     let given = [
         ("bs", options.bs.is_some()),
         ("iodepth", options.iodepth.is_some()),
         ("size", options.size.is_some()),
         ("ioengine", options.ioengine.is_some()),
+        ("device", options.device.is_some()),
+        ("kernel_ctas", options.kv.kernel_ctas.is_some()),
         ("model", options.kv.model.is_some()),
         ("block_size", options.kv.block_size.is_some()),
         ("layout", options.kv.layout.is_some()),
@@ -143,7 +148,7 @@ fn misplaced_in_index(rw: Rw, options: &JobOptions) -> Option<String> {
         ("local_cpu", options.kv.local_cpu.is_some_and(|bytes| bytes > 0)),
     ];
     let (name, _) = given.into_iter().find(|(_, is_given)| *is_given)?;
-    Some(format!("{name} would change nothing with rw={}", rw.word()))
+    Some(format!("{name} would change nothing with rw={}", word(rw)))
 }
 
 impl Job {
@@ -224,7 +229,7 @@ impl Job {
         if self.runtime.is_some() && !self.rw.is_raw() && !matches!(self.rw, Rw::Load | Rw::Store) {
             return Err(invalid(
                 &self.name,
-                format!("rw={} does its work once, whatever time that takes", self.rw.word()),
+                format!("rw={} does its work once, whatever time that takes", word(self.rw)),
             )
             .advice("leave runtime and time_based out; --tokens, --chunks or --entries say how much work that is"));
         }
@@ -276,23 +281,41 @@ impl Job {
         parent.map_or_else(|| self.directory.clone(), Path::to_path_buf)
     }
 
+    /// Tokens of a prompt of `lookup`.
+    pub(crate) fn lookup_tokens(&self) -> u64 {
+        self.kv.tokens.unwrap_or(LOOKUP_TOKENS)
+    }
+
+    /// The workload and what matters most to it, as it stands behind `rw=` in text.
+    pub(crate) fn headline(&self) -> String {
+        let (rw, engine) = (word(self.rw), word(self.ioengine));
+        if self.rw.is_index() {
+            return self.sizes_in_index().iter().fold(rw, |line, (name, size)| format!("{line}, {name}={size}"));
+        }
+        if self.rw.is_raw() {
+            format!("{rw}, bs={}, ioengine={engine}, iodepth={}", self.bs, self.iodepth)
+        } else {
+            format!("{rw}, model={}, ioengine={engine}", self.kv.model)
+        }
+    }
+
     /// The options that describe the job, in fio's spelling, for reports.
-    pub(crate) fn described(&self) -> Vec<(String, String)> {
-        let mut list: Vec<(&str, String)> = vec![
-            ("rw", self.rw.word().to_owned()),
-            ("ioengine", self.ioengine.word().to_owned()),
+    pub(crate) fn described(&self) -> Vec<(&'static str, String)> {
+        let mut list = vec![("rw", word(self.rw))];
+        if self.rw.is_index() {
+            list.extend(self.sizes_in_index().into_iter().map(|(name, size)| (name, size.to_string())));
+            return list;
+        }
+        list.extend([
+            ("ioengine", word(self.ioengine)),
             ("device", self.device.clone()),
             ("bs", self.bs.to_string()),
             ("iodepth", self.iodepth.to_string()),
             ("numjobs", self.numjobs.to_string()),
             ("direct", u8::from(self.direct).to_string()),
-        ];
-        if let Some(size) = self.size {
-            list.push(("size", size.to_string()));
-        }
-        if let Some(t) = self.runtime {
-            list.push(("runtime", format!("{}s", t.as_secs_f64())));
-        }
+        ]);
+        list.extend(self.size.map(|size| ("size", size.to_string())));
+        list.extend(self.runtime.map(|t| ("runtime", format!("{}s", t.as_secs_f64()))));
         if self.time_based {
             list.push(("time_based", "1".to_owned()));
         }
@@ -303,15 +326,23 @@ impl Job {
             list.push(("model", self.kv.model.clone()));
             list.extend(self.kv.tokens.map(|n| ("tokens", n.to_string())));
             list.push(("block_size", self.kv.block_size.to_string()));
-            list.extend(self.kv.layout.map(|l| ("layout", l.word().to_owned())));
+            list.extend(self.kv.layout.map(|layout| ("layout", word(layout))));
             if self.kv.local_cpu > 0 {
                 list.push(("local_cpu", self.kv.local_cpu.to_string()));
             }
             if self.kv.codec != Coding::None {
-                list.push(("codec", self.kv.codec.word().to_owned()));
+                list.push(("codec", word(self.kv.codec)));
             }
             list.push(("compute_us", self.kv.compute.as_micros().to_string()));
         }
-        list.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()
+        list
+    }
+
+    /// The options that say how much work a mode that moves no KV has.
+    fn sizes_in_index(&self) -> Vec<(&'static str, u64)> {
+        match self.rw {
+            Rw::Lookup => vec![("tokens", self.lookup_tokens()), ("entries", self.kv.entries)],
+            _ => vec![("chunks", self.kv.chunks), ("one_gone_of", self.kv.one_gone_of)],
+        }
     }
 }

@@ -43,27 +43,14 @@ pub(crate) enum Rw {
 }
 
 impl Rw {
-    /// fio's word, or ours.
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            Self::Read => "read",
-            Self::Write => "write",
-            Self::Randread => "randread",
-            Self::Randwrite => "randwrite",
-            Self::ReadWrite => "rw",
-            Self::Randrw => "randrw",
-            Self::Load => "load",
-            Self::Store => "store",
-            Self::Layerload => "layerload",
-            Self::Layerstore => "layerstore",
-            Self::Lookup => "lookup",
-            Self::Reopen => "reopen",
-        }
-    }
-
     /// Whether the job moves blocks of plain files, without the engine.
     pub(crate) fn is_raw(self) -> bool {
         matches!(self, Self::Read | Self::Write | Self::Randread | Self::Randwrite | Self::ReadWrite | Self::Randrw)
+    }
+
+    /// Whether the job moves no KV either: its chunks are a page, in a log of their own.
+    pub(crate) fn is_index(self) -> bool {
+        matches!(self, Self::Lookup | Self::Reopen)
     }
 
     /// Whether a raw job reads at all.
@@ -99,18 +86,6 @@ pub(crate) enum IoEngine {
     Threads,
 }
 
-impl IoEngine {
-    /// Our name for it.
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Cufile => "cufile",
-            Self::Uring => "uring",
-            Self::Threads => "threads",
-        }
-    }
-}
-
 /// Codec of the KV on the drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Coding {
@@ -119,16 +94,6 @@ pub(crate) enum Coding {
     None,
     /// bfloat16 without loss in three quarters of its bytes.
     Exp4,
-}
-
-impl Coding {
-    /// Its name.
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Exp4 => "exp4",
-        }
-    }
 }
 
 /// Layout of the paged KV that the engine's jobs load into and store from.
@@ -142,18 +107,6 @@ pub(crate) enum Layout {
     Mla,
     /// Blocks that only the server understands.
     Opaque,
-}
-
-impl Layout {
-    /// Its name on the command line.
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            Self::Nhd => "nhd",
-            Self::Hnd => "hnd",
-            Self::Mla => "mla",
-            Self::Opaque => "opaque",
-        }
-    }
 }
 
 /// fio's booleans: `0`, `1`, and the words.

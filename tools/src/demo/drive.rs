@@ -9,7 +9,7 @@ use forebay::io::{self, AlignedBuf, Buf, Completion, DirectFile, IoOptions, Op, 
 use forebay::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use super::world::mix;
+use crate::random::Rng;
 
 /// Bytes of one transfer.
 const STEP_BYTES: u64 = 1 << 20;
@@ -112,8 +112,7 @@ fn pass(queue: &dyn Queue, op: Op, file: &Arc<DirectFile>, bytes: u64) -> Result
     let mut buffers = Vec::new();
     for i in 0..DEPTH.min((bytes / STEP_BYTES) as usize) {
         let mut buffer = AlignedBuf::zeroed(STEP_BYTES as usize)?;
-        let random = (0..).map(|w: u64| mix(w ^ ((i as u64) << 40)));
-        buffer.chunks_mut(8).zip(random).for_each(|(to, x)| to.copy_from_slice(&x.to_le_bytes()[..to.len()]));
+        Rng::new(i as u64).fill(&mut buffer);
         buffers.push(Buf::new(buffer));
     }
     let (started, mut offset, mut in_flight) = (Instant::now(), 0, 0);

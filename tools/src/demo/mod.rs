@@ -10,7 +10,7 @@ mod text;
 mod work;
 mod world;
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,15 +18,17 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use forebay::config::EvictionPolicy;
-use forebay::io::file_system_bytes;
+use forebay::io::{file_system_bytes, remove_tree};
 use forebay::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::cli::word;
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::replay::{Request, parse_trace, read_trace};
 use crate::scratch::Scratch;
 use crate::size::{parse_bytes, parse_time, show_bytes};
+use crate::stop;
 use drive::{DriveSpeed, Gauge};
 use work::{Served, Survived, Work};
 
@@ -60,7 +62,7 @@ pub(crate) struct DemoArgs {
     /// Serve at most N requests.
     #[arg(long, value_name = "N")]
     requests: Option<usize>,
-    /// What goes first when room is needed.
+    /// What is evicted first.
     #[arg(long, value_enum, default_value = "prefix")]
     eviction_policy: Policy,
     /// The demo's own: the part that a child does, in the directory itself.
@@ -181,20 +183,11 @@ fn summarise(args: &DemoArgs, report: ServeReport, after_kill: Survived, elapsed
 }
 
 impl Part {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Serve => "serve",
-            Self::Check => "check",
-        }
-    }
-
     fn command(self, program: &Path, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Command {
         let mut command = Command::new(program);
-        command.args(["demo", "--part", self.name(), "--directory"]).arg(dir);
+        command.args(["demo", "--part", &word(self), "--directory"]).arg(dir);
         command.args(["--capacity", &args.capacity.to_string(), "--served", &served.to_string()]);
-        if let Some(policy) = args.eviction_policy.to_possible_value() {
-            command.args(["--eviction-policy", policy.get_name()]);
-        }
+        command.args(["--eviction-policy", &word(args.eviction_policy)]);
         command.args(["--runtime", &format!("{}us", args.runtime.as_micros())]);
         if let Some(trace) = &args.trace {
             command.arg("--trace").arg(trace);
@@ -210,7 +203,7 @@ impl Part {
 
     /// Runs this part in a child, which is killed as soon as it has reported.
     fn run<T: DeserializeOwned>(self, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Result<T> {
-        let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", self.name()), e);
+        let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", word(self)), e);
         let program = std::env::current_exe().map_err(|e| failed("cannot find this program", e))?;
         let mut command = self.command(&program, args, dir, (served, context));
         // A group of its own: an interrupt from the terminal ends this process, and the child
@@ -223,7 +216,7 @@ impl Part {
         }
         if line.is_empty() {
             let status = child.0.wait().map_err(|e| failed("cannot be waited for", e))?;
-            return Err(Error::new(ErrorKind::Internal, format!("the demo's {} part failed: {status}", self.name()))
+            return Err(Error::new(ErrorKind::Internal, format!("the demo's {} part failed: {status}", word(self)))
                 .advice("its own message is above"));
         }
         serde_json::from_str(&line).map_err(|e| failed("cannot be understood", e.into()))
@@ -243,7 +236,11 @@ impl Drop for Killed {
 
 /// One part of the demo: works, prints one line and stays until it is killed.
 fn child(args: &DemoArgs, part: Part, context: &Context) -> Result<Outcome> {
-    clean_up_when_alone(args.directory.clone())?;
+    let dir = args.directory.clone();
+    stop::with_parent(move || {
+        // Files may still be made while they are removed.
+        let _ = (0..10).any(|_| remove_tree(&dir).is_ok());
+    })?;
     let (trace, requests) = load_requests(args)?;
     let work = Work {
         dir: &args.directory.join("cache"),
@@ -302,21 +299,4 @@ fn report_and_wait<T: Serialize>(report: &T) -> Result<()> {
     loop {
         std::thread::park();
     }
-}
-
-/// Removes `dir` and ends this process when the supervising one has gone away.
-fn clean_up_when_alone(dir: PathBuf) -> Result<()> {
-    let watch = move || {
-        let mut byte = [0];
-        while matches!(std::io::stdin().read(&mut byte), Ok(n) if n > 0) {}
-        // Files may still be made while they are removed.
-        for _ in 0..10 {
-            if forebay::io::remove_tree(&dir).is_ok() {
-                break;
-            }
-        }
-        std::process::exit(i32::from(out::EXIT_FAILED));
-    };
-    let thread = std::thread::Builder::new().name("demo-watch".to_owned()).spawn(watch);
-    thread.map(drop).map_err(|e| Error::io("cannot start a thread", e))
 }

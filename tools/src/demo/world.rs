@@ -9,13 +9,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use forebay::config::{Capacity, EvictionPolicy, MinFree, OnOpenFailure, Settings};
-use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
+use forebay::device::{HostDevice, HostMemory, PagedKv};
 use forebay::engine::{Engine, Prompt};
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::key::ChunkKey;
 use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 use forebay::{Error, ErrorKind, Result};
 
+use crate::random::{Rng, bfloat16s, mix};
 use crate::replay::Request;
 
 /// Tokens of a chunk: the trace's blocks, so that one hash id is one chunk.
@@ -50,14 +51,7 @@ pub(super) fn open_engine(dir: &Path, (capacity_bytes, policy): (u64, EvictionPo
     settings.store_staging = 64 << 20;
     settings.hugepages = false;
     settings.on_open_failure = OnOpenFailure::Fail;
-    Engine::open(&settings, geometry()?, HostDevice::new(&HostOptions::default())?)
-}
-
-/// A well-mixed function of its argument (the finaliser of splitmix64).
-pub(super) fn mix(x: u64) -> u64 {
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    Engine::open(&settings, geometry()?, HostDevice::new(0)?)
 }
 
 /// The token ids of a request's full blocks: a function of the trace's hash ids, equal where they
@@ -68,22 +62,13 @@ pub(super) fn token_ids(request: &Request) -> Vec<u32> {
     full.flat_map(of_block).collect()
 }
 
-/// The bits of four bfloat16 values that differ from value to value: all but the upper five of each
-/// exponent.
-const FREE_BITS: u64 = 0x83ff_83ff_83ff_83ff;
-/// The upper five bits of each exponent. A server's KV has few exponents too, so a codec treats
-/// both alike.
-const EXPONENTS: u64 = 0x3c00_3c00_3c00_3c00;
-
 /// Writes the bytes that layer `layer` of chunk `key` holds.
 pub(super) fn pattern(key: &ChunkKey, layer: usize, out: &mut [u8]) {
     let first = key.0.first_chunk::<8>().copied().unwrap_or_default();
-    let mut x = mix(u64::from_le_bytes(first) ^ mix(layer as u64 + 1));
+    let mut rng = Rng::new(u64::from_le_bytes(first) ^ mix(layer as u64 + 1));
     for word in out.chunks_mut(8) {
-        x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let value = (x ^ (x >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) & FREE_BITS | EXPONENTS;
-        let value = value.to_le_bytes();
-        word.iter_mut().zip(value).for_each(|(to, from)| *to = from);
+        let values = bfloat16s(rng.next_u64()).to_le_bytes();
+        word.iter_mut().zip(values).for_each(|(to, from)| *to = from);
     }
 }
 
@@ -93,7 +78,7 @@ pub(super) struct Paged {
     pub(super) kv: Arc<PagedKv>,
     memories: Vec<Arc<HostMemory>>,
     blocks: Vec<u32>,
-    random: u64,
+    rng: Rng,
 }
 
 /// What to do with the pieces of an extent.
@@ -113,16 +98,13 @@ impl Paged {
             num_blocks: blocks,
         };
         let (kv, memories) = PagedKv::alloc_zeroed(PagedLayout::per_layer(&geometry()?.layers, shape)?)?;
-        Ok(Self { kv, memories, blocks: (0..blocks).collect(), random: 1 })
+        Ok(Self { kv, memories, blocks: (0..blocks).collect(), rng: Rng::new(1) })
     }
 
     /// Deals the blocks anew, as a server that has run for long does, and returns the slots of the
     /// first `tokens` tokens.
     pub(super) fn shuffle(&mut self, tokens: usize) -> Vec<i64> {
-        for i in (1..self.blocks.len()).rev() {
-            self.random = mix(self.random.wrapping_add(0x9e37_79b9_7f4a_7c15));
-            self.blocks.swap(i, (self.random % (i as u64 + 1)) as usize);
-        }
+        self.rng.shuffle(&mut self.blocks);
         let slot = |block: u32, i: usize| i64::from(block) * BLOCK_TOKENS as i64 + i as i64;
         self.blocks.iter().flat_map(|&b| (0..BLOCK_TOKENS).map(move |i| slot(b, i))).take(tokens).collect()
     }

@@ -39,8 +39,8 @@ itself when a load meets it.
 Exit status 0: all is good now; 3: something is left to do, which is named.
 
 Examples:
-  forebay fsck repair /mnt/nvme --dry-run
-  forebay fsck repair /mnt/nvme";
+  forebay fsck repair /mnt/nvme/forebay --dry-run
+  forebay fsck repair /mnt/nvme/forebay";
 
 /// What was done, or would be.
 #[derive(Default)]

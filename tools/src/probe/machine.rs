@@ -1,14 +1,14 @@
-//! What the kernel says about the machine, from `/proc` and `/sys`; whatever cannot be read is left
-//! out. Nothing here judges.
+//! What the kernel says about the machine; whatever cannot be read is left out. Nothing here
+//! judges.
 
 use std::fmt;
 use std::fs;
 use std::path::Path;
 
+use rustix::process::{Resource, getrlimit};
+use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
-/// `CAP_IPC_LOCK`'s bit: a process that has it may lock what it likes.
-const CAP_IPC_LOCK: u32 = 14;
 /// Limits of a version 1 control group above this mean that there is none.
 const NO_LIMIT: u64 = 1 << 60;
 
@@ -98,8 +98,8 @@ pub(super) fn read() -> Machine {
     let memory_kib = read_trimmed("/proc/meminfo").and_then(|text| {
         text.lines().find_map(|l| l.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse().ok())
     });
-    let limits = read_trimmed("/proc/self/limits").unwrap_or_default();
-    let may_lock = has_capability(&read_trimmed("/proc/self/status").unwrap_or_default(), CAP_IPC_LOCK);
+    // A process that has this capability may lock what it likes.
+    let may_lock = capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
     let groups = read_trimmed("/proc/self/cgroup").unwrap_or_default();
     let reserved = read_trimmed("/proc/sys/vm/nr_hugepages").and_then(|n| n.parse().ok());
     let named = |file: &str| read_trimmed(file).unwrap_or_else(|| "unknown".to_owned());
@@ -110,8 +110,8 @@ pub(super) fn read() -> Machine {
         memory_bytes: memory_kib.map_or(0, |kib: u64| kib * 1024),
         memory_limit_bytes: memory_limit(&groups, Path::new("/sys/fs/cgroup")),
         io_uring: io_uring(),
-        memlock_bytes: soft_limit(&limits, "Max locked memory").filter(|_| !may_lock),
-        open_files: soft_limit(&limits, "Max open files"),
+        memlock_bytes: getrlimit(Resource::Memlock).current.filter(|_| !may_lock),
+        open_files: getrlimit(Resource::Nofile).current,
         transparent_hugepages: read_trimmed("/sys/kernel/mm/transparent_hugepage/enabled")
             .and_then(|text| chosen(&text)),
         reserved_hugepages: reserved.unwrap_or(0),
@@ -123,17 +123,6 @@ fn io_uring() -> IoUring {
     let disabled = read_trimmed("/proc/sys/kernel/io_uring_disabled").and_then(|n| n.parse().ok()).unwrap_or(0);
     let refusal = tokio_uring::Runtime::new(tokio_uring::builder().entries(2)).err();
     IoUring { available: refusal.is_none(), error: refusal.map(|e| e.to_string()), disabled }
-}
-
-/// A soft limit of `/proc/self/limits`; none where it is unlimited.
-fn soft_limit(limits: &str, name: &str) -> Option<u64> {
-    limits.lines().find_map(|l| l.strip_prefix(name)?.split_whitespace().next()?.parse().ok())
-}
-
-/// Whether `/proc/self/status` shows this capability as effective.
-fn has_capability(status: &str, bit: u32) -> bool {
-    let effective = status.lines().find_map(|l| u64::from_str_radix(l.strip_prefix("CapEff:")?.trim(), 16).ok());
-    effective.is_some_and(|set| set >> bit & 1 == 1)
 }
 
 /// The word in brackets, as sysfs shows the choice among several.
@@ -192,22 +181,6 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-
-    #[test]
-    fn limits_are_found_and_unlimited_is_none() {
-        let text = "Limit Soft Hard\nMax locked memory         8388608              8388608              bytes\n";
-        assert_eq!(soft_limit(text, "Max locked memory"), Some(8_388_608));
-        assert_eq!(soft_limit("Max locked memory         unlimited   unlimited  bytes", "Max locked memory"), None);
-        assert_eq!(soft_limit("", "Max open files"), None);
-    }
-
-    #[test]
-    fn the_capability_that_lifts_the_limit_of_locked_memory_is_seen() {
-        assert!(has_capability("Name:\tx\nCapEff:\t000001ffffffffff\n", CAP_IPC_LOCK));
-        assert!(has_capability("CapEff:\t0000000000004000", CAP_IPC_LOCK));
-        assert!(!has_capability("CapEff:\t00000000a80425fb", CAP_IPC_LOCK), "what Docker gives its root");
-        assert!(!has_capability("", CAP_IPC_LOCK));
-    }
 
     #[test]
     fn the_least_memory_limit_above_a_process_counts_in_both_versions_of_control_groups() {

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use forebay::config::{Loader, Mode, Settings, Warning};
+use forebay::config::{Mode, Settings, Warning};
 use forebay::io::{IoOptions, IoPath, open_drive};
 use forebay::{Error, Result};
 use serde::Serialize;
@@ -70,10 +70,10 @@ cufile-compat. Paths of host memory: io_uring, threads. cuFile is tried in a pro
 docs/gds-setup.md says more about the paths of GPU memory.
 
 Examples:
-  forebay probe /mnt/nvme
-  forebay probe /mnt/nvme --config forebay.yaml --strict
-  forebay probe /mnt/nvme --remote s3://kv-cache/llama
-  forebay probe /mnt/nvme --gpu 1 --json";
+  forebay probe /mnt/nvme/forebay
+  forebay probe /mnt/nvme/forebay --config forebay.yaml --strict
+  forebay probe /mnt/nvme/forebay --remote s3://kv-cache/llama
+  forebay probe /mnt/nvme/forebay --gpu 1 --json";
 
 /// All that was found.
 #[derive(Debug, Serialize)]
@@ -190,9 +190,7 @@ fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
 /// The settings that a server would get from the environment and a file; the defaults, with a
 /// finding, where those are wrong.
 fn settings(args: &ProbeArgs, findings: &mut Vec<Finding>) -> Settings {
-    let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
-    let loader = args.remote.iter().fold(loader, |loader, url| loader.set("remote_url", url.as_str()));
-    match loader.load() {
+    match crate::settings::loader(args.config.as_deref(), args.remote.as_deref()).load() {
         Ok((settings, warnings)) => {
             findings.extend(warnings.into_iter().map(of_setting));
             settings

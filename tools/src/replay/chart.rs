@@ -40,8 +40,8 @@ fn render(results: &[ReplayResult]) -> DrawResult<String> {
 }
 
 fn name(result: &ReplayResult) -> String {
-    let mut name = result.policy.to_owned();
-    for (part, usual) in [(result.admission, "all"), (result.offer, "stored")] {
+    let mut name = result.policy.clone();
+    for (part, usual) in [(&result.admission, "all"), (&result.offer, "stored")] {
         if part != usual {
             name = format!("{name}, {part}");
         }

@@ -24,6 +24,7 @@ use forebay::index::AdmissionPolicy;
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
 
+use crate::cli::word;
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::{size, stop};
@@ -106,7 +107,7 @@ const AFTER_HELP: &str = "\
 A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked. \
 \
 With several tiers it counts what any of them has; memory_hit_ratio, drive_hit_ratio and remote_hit_ratio are their parts of it, and a token \
-counts for the first that has it. The remote store gets every full chunk that the drive has stored, and gives up the oldest. Missing blocks are stored after the lookup, \
+counts for the first that has it. The remote store gets every full chunk that the drive has stored, and evicts the oldest. Missing blocks are stored after the lookup, \
 as far as --admission wants them. bytes_admitted are the bytes stored, write_amplification the bytes written \
 for each of them (above 1 where a policy moves chunks to keep them): of all, of those before the cache was nine tenths full, and of those after.
 
@@ -138,14 +139,6 @@ pub(crate) enum AdmissionKind {
 }
 
 impl AdmissionKind {
-    fn name(self) -> &'static str {
-        match self {
-            Self::All => "all",
-            Self::SecondTouch => "second_touch",
-            Self::Adaptive => "adaptive",
-        }
-    }
-
     fn policy(self, loss: f64) -> AdmissionPolicy {
         match self {
             Self::All => AdmissionPolicy::All,
@@ -189,17 +182,17 @@ pub(crate) struct Totals {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ReplayResult {
     /// Policy as asked for.
-    pub(crate) policy: &'static str,
+    pub(crate) policy: String,
     /// Ranks, each with a cache of its own.
     pub(crate) ranks: u32,
     /// What is stored at all.
-    pub(crate) admission: &'static str,
+    pub(crate) admission: String,
     /// Tokens of the memory above the drive.
     pub(crate) memory_tokens: u64,
     /// Tokens of the remote store below it; null for an unlimited one.
     pub(crate) remote_tokens: Option<u64>,
     /// When blocks are offered to the drive.
-    pub(crate) offer: &'static str,
+    pub(crate) offer: String,
     /// Capacity in tokens, of each rank; null for an unlimited cache.
     pub(crate) capacity_tokens: Option<u64>,
     /// Tokens found as a usable prefix over tokens asked.
@@ -385,12 +378,12 @@ fn summarise(
         ratio(to.written_tokens - from.written_tokens, to.admitted_tokens - from.admitted_tokens, 1.0)
     };
     ReplayResult {
-        policy: policy.name(),
+        policy: word(policy),
         ranks,
-        admission: admission.name(),
+        admission: word(admission),
         memory_tokens: args.memory_tokens,
         remote_tokens: (remote != u64::MAX).then_some(remote),
-        offer: offer.name(),
+        offer: word(offer),
         capacity_tokens: (capacity != u64::MAX).then_some(capacity),
         hit_ratio: ratio(found, asked, 0.0),
         memory_hit_ratio: ratio(totals.memory_tokens, asked, 0.0),
@@ -425,10 +418,10 @@ fn table(results: &[ReplayResult]) -> String {
         let capacity =
             r.capacity_tokens.map_or("unlimited".to_owned(), |c| format!("{} tokens", size::show_count(c as f64)));
         table.add_row([
-            r.policy.to_owned(),
+            r.policy.clone(),
             r.ranks.to_string(),
-            r.admission.to_owned(),
-            r.offer.to_owned(),
+            r.admission.clone(),
+            r.offer.clone(),
             capacity,
             format!("{:.4}", r.hit_ratio),
             format!("{:.4}", r.memory_hit_ratio),

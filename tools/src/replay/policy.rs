@@ -31,24 +31,6 @@ pub(crate) enum PolicyKind {
     Optimum,
 }
 
-impl PolicyKind {
-    /// The name as users give it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Lru => "lru",
-            Self::Fifo => "fifo",
-            Self::S3Fifo => "s3fifo",
-            Self::TwoQ => "2q",
-            Self::Arc => "arc",
-            Self::Gdsf => "gdsf",
-            Self::Lirs => "lirs",
-            Self::Sieve => "sieve",
-            Self::Prefix => "prefix",
-            Self::Optimum => "optimum",
-        }
-    }
-}
-
 /// A block as a policy sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Block {

@@ -17,7 +17,7 @@ use forebay::log::Put;
 use super::chunks::Offer;
 use super::real::{Answers, Blocks, RealCache};
 use super::{PolicyKind, ReplayCache, Request, Totals};
-use crate::bench::raw::pattern::Rng;
+use crate::random::Rng;
 
 /// In what ranks differ.
 #[derive(Clone, Copy, Debug)]
@@ -67,17 +67,11 @@ impl Ranks {
     }
 }
 
-fn shuffle<T>(rng: &mut Rng, items: &mut [T]) {
-    for last in (1..items.len()).rev() {
-        items.swap(last, (rng.next_u64() % (last as u64 + 1)) as usize);
-    }
-}
-
 impl ReplayRank {
     /// Publishes the blocks that are on their way, in any order, except for a few. Returns where
     /// their answers come.
     fn catch_up(&mut self) -> Answers {
-        shuffle(&mut self.rng, &mut self.behind);
+        self.rng.shuffle(&mut self.behind);
         let stay = (self.rng.next_u64() % self.disorder.behind.saturating_add(1)) as usize;
         let (tx, rx) = unbounded();
         for (put, tokens) in self.behind.drain(stay.min(self.behind.len())..) {
@@ -89,7 +83,7 @@ impl ReplayRank {
     fn store(&mut self, blocks: &Blocks, from: usize) -> Result<()> {
         let mut missing: Vec<usize> = (from..self.cache.wanted(blocks, from)).collect();
         for neighbours in missing.chunks_mut(self.disorder.window.max(1)) {
-            shuffle(&mut self.rng, neighbours);
+            self.rng.shuffle(neighbours);
         }
         for at in missing {
             self.behind.extend(self.cache.begin(blocks, at)?);

@@ -25,6 +25,7 @@ use parking_lot::Mutex;
 
 use super::chunks::Offer;
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
+use crate::cli::word;
 use crate::scratch::Scratch;
 
 /// The bytes that stand for one token are a multiple of this; with one, a block is a page.
@@ -64,7 +65,7 @@ fn reclaim_of(policy: PolicyKind) -> Result<Reclaim> {
         PolicyKind::Fifo => Reclaim::Fifo,
         PolicyKind::Prefix => Reclaim::Prefix,
         other => {
-            return Err(Error::new(ErrorKind::Config, format!("the engine has no policy {:?}", other.name()))
+            return Err(Error::new(ErrorKind::Config, format!("the engine has no policy {:?}", word(other)))
                 .advice("use prefix, lru or fifo, or --engine sim"));
         }
     })

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use forebay::{Error, ErrorKind, Result};
 use plotters::prelude::*;
 
-use super::{DirectionResult, JobResult, OVERLAP, PERCENTILES};
+use super::{DirectionResult, JobResult, OVERLAP, PERCENTILES, SAMPLE_INTERVAL};
 use crate::size::{show_bytes, show_count};
 
 const STYLE: &str = "\
@@ -195,7 +195,7 @@ fn percentile_chart(job: &JobResult) -> DrawResult<String> {
 }
 
 fn bandwidth_chart(job: &JobResult) -> DrawResult<String> {
-    let interval = job.sample_interval.as_secs_f64();
+    let interval = SAMPLE_INTERVAL.as_secs_f64();
     let rate = |bytes: u64| bytes as f64 / interval / f64::from(1 << 20);
     let samples = job.directions().map(|(_, d)| d.whole_samples().len()).max().unwrap_or(1);
     let top =

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value, json};
 
-use super::{DirectionResult, JobResult, Latency, Moment, PERCENTILES};
+use super::{DirectionResult, JobResult, Latency, Moment, PERCENTILES, SAMPLE_INTERVAL};
 
 /// The whole document over all jobs of a run.
 ///
@@ -23,16 +23,16 @@ pub(crate) fn document(jobs: &[JobResult], bins: bool) -> Value {
 
 fn job(job: &JobResult, bins: bool) -> Value {
     let (usr, sys) = job.cpu_percent();
-    let options: Map<String, Value> = job.options.iter().map(|(k, v)| (k.clone(), json!(v))).collect();
+    let options: Map<String, Value> = job.options.iter().map(|(k, v)| ((*k).to_owned(), json!(v))).collect();
     json!({
         "jobname": job.name,
         "groupid": job.group,
         "error": 0,
         "elapsed": job.elapsed.as_secs_f64().ceil() as u64,
         "job options": options,
-        "read": direction(&job.read, job, bins),
-        "write": direction(&job.write, job, bins),
-        "trim": direction(&DirectionResult::empty(), job, bins),
+        "read": direction(&job.read, bins),
+        "write": direction(&job.write, bins),
+        "trim": direction(&DirectionResult::default(), bins),
         "job_runtime": job.elapsed.as_millis() as u64,
         "usr_cpu": usr,
         "sys_cpu": sys,
@@ -68,10 +68,9 @@ fn spread(job: &JobResult, unit_ns: u64, bounds: &[u64]) -> Value {
     Value::Object(classes)
 }
 
-fn direction(d: &DirectionResult, job: &JobResult, bins: bool) -> Value {
-    let interval_s = job.sample_interval.as_secs_f64();
-    let stats = bandwidth(d, interval_s);
-    let iops = over_samples(d, interval_s, |moment| moment.ios as f64);
+fn direction(d: &DirectionResult, bins: bool) -> Value {
+    let stats = bandwidth(d);
+    let iops = over_samples(d, |moment| moment.ios as f64);
     json!({
         "io_bytes": d.io_bytes,
         "io_kbytes": d.io_bytes / 1024,
@@ -131,17 +130,17 @@ pub(crate) struct Samples {
 }
 
 /// Statistics over the bandwidth of `d`, in KiB/s as fio gives it.
-pub(crate) fn bandwidth(d: &DirectionResult, interval_s: f64) -> Samples {
-    over_samples(d, interval_s, |moment| moment.bytes as f64 / 1024.0)
+pub(crate) fn bandwidth(d: &DirectionResult) -> Samples {
+    over_samples(d, |moment| moment.bytes as f64 / 1024.0)
 }
 
 /// Statistics over the samples of `d`: `amount` of each, per second.
-fn over_samples(d: &DirectionResult, interval_s: f64, amount: impl Fn(&Moment) -> f64) -> Samples {
+fn over_samples(d: &DirectionResult, amount: impl Fn(&Moment) -> f64) -> Samples {
     let samples = d.whole_samples();
-    if samples.is_empty() || interval_s <= 0.0 {
+    if samples.is_empty() {
         return Samples::default();
     }
-    let rates: Vec<f64> = samples.iter().map(|moment| amount(moment) / interval_s).collect();
+    let rates: Vec<f64> = samples.iter().map(|moment| amount(moment) / SAMPLE_INTERVAL.as_secs_f64()).collect();
     let n = rates.len() as f64;
     let mean = rates.iter().sum::<f64>() / n;
     let variance = rates.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / n;

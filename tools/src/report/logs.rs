@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use forebay::{Error, ErrorKind, Result};
 
-use super::{JobResult, Moment};
+use super::{JobResult, Moment, SAMPLE_INTERVAL};
 
 /// The log files that a job was asked for: what the name of each begins with.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -45,7 +45,7 @@ impl LogNames {
 /// Those of writing the files.
 pub(crate) fn write(jobs: &[JobResult]) -> Result<()> {
     for (number, job) in (1..).zip(jobs) {
-        let per_second = 1.0 / job.sample_interval.as_secs_f64();
+        let per_second = 1.0 / SAMPLE_INTERVAL.as_secs_f64();
         let mean = |ns: u128, m: &Moment| ns as f64 / m.ios as f64;
         let (moves, ends) = (|m: &Moment| m.bytes > 0, |m: &Moment| m.ios > 0);
         let write = |prefix: &Option<String>, kind: &str, value: &dyn Fn(&Moment) -> f64| -> Result<()> {
@@ -68,7 +68,7 @@ fn lines(job: &JobResult, is_there: fn(&Moment) -> bool, value: &dyn Fn(&Moment)
     // An operation may move bytes in more intervals than that in which it ends.
     let mut rows = Vec::new();
     for (direction, d) in [(0, &job.read), (1, &job.write)] {
-        let ends = (1u32..).map(|n| (job.sample_interval * n).as_millis());
+        let ends = (1u32..).map(|n| (SAMPLE_INTERVAL * n).as_millis());
         let busy = ends.zip(d.whole_samples()).filter(|(_, m)| is_there(m));
         rows.extend(busy.map(|(end, m)| (end, direction, value(m) as u64)));
     }

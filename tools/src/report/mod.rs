@@ -16,20 +16,23 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-pub(crate) use recorder::Recorder;
+use crate::bench::job::Job;
 pub(crate) use usage::{Usage, UsageMeter};
 
 /// fio's percentiles, of a hundred.
 pub(crate) const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
+/// Interval of the samples over time.
+pub(crate) const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
+
 /// What `overlap_efficiency` is, where it is printed.
 pub(crate) const OVERLAP: &str = "overlap_efficiency = (max(load, compute) + min(load, compute) / layers) / wall, the \
 median over prompts; load is the time of the transfer without attention right before. 1 is a perfect overlap, and above \
 1 the transfer beside attention was faster than the one alone";
 
-/// Results of one direction of a job.
-#[derive(Clone, Debug)]
+/// Results of one direction of a job; by default nothing has moved.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct DirectionResult {
     /// Bytes moved.
     pub(crate) io_bytes: u64,
@@ -72,9 +75,9 @@ impl Moment {
 }
 
 impl DirectionResult {
-    /// Nothing moved.
-    pub(crate) fn empty() -> Self {
-        Recorder::new(Duration::ZERO).result(Duration::ZERO)
+    /// The same, with rates over `runtime`.
+    pub(crate) fn over(self, runtime: Duration) -> Self {
+        Self { runtime, ..self }
     }
 
     /// Bytes per second.
@@ -120,11 +123,6 @@ pub(crate) struct LatencySummary {
 }
 
 impl Latency {
-    /// From a histogram of nanoseconds.
-    pub(crate) fn new(histogram: Histogram<u64>) -> Self {
-        Self(Some(histogram))
-    }
-
     /// The figures.
     pub(crate) fn summary(&self) -> LatencySummary {
         match &self.0 {
@@ -148,14 +146,10 @@ impl Latency {
 
     /// Adds the samples of `other`.
     pub(crate) fn merge(&mut self, other: &Self) {
-        match (&mut self.0, &other.0) {
-            (Some(mine), Some(theirs)) => {
-                if let Err(e) = mine.add(theirs) {
-                    tracing::warn!("latencies of two workers do not add up: {e:?}");
-                }
-            }
-            (mine @ None, Some(theirs)) => *mine = Some(theirs.clone()),
-            (_, None) => {}
+        if let (Some(mine), Some(theirs)) = (&mut self.0, &other.0)
+            && let Err(e) = mine.add(theirs)
+        {
+            tracing::warn!("latencies of two workers do not add up: {e:?}");
         }
     }
 }
@@ -236,7 +230,7 @@ pub(crate) struct JobResult {
     /// Place in the run; jobs of one group ran at once.
     pub(crate) group: usize,
     /// Options that describe the job, with defaults filled in, in fio's spelling.
-    pub(crate) options: Vec<(String, String)>,
+    pub(crate) options: Vec<(&'static str, String)>,
     /// Files of values over time that were asked for.
     pub(crate) logs: logs::LogNames,
     /// Loads and raw reads.
@@ -247,8 +241,6 @@ pub(crate) struct JobResult {
     pub(crate) elapsed: Duration,
     /// Processor time and the like; of the whole process while the job ran.
     pub(crate) usage: Usage,
-    /// Interval of `over_time`.
-    pub(crate) sample_interval: Duration,
     /// Figures beyond fio's.
     pub(crate) forebay: ForebayFigures,
     /// What a reader of the figures must know to read them rightly.
@@ -256,6 +248,23 @@ pub(crate) struct JobResult {
 }
 
 impl JobResult {
+    /// The result of `job`, without bytes yet.
+    pub(crate) fn of(job: &Job, elapsed: Duration, usage: Usage, forebay: ForebayFigures) -> Self {
+        Self {
+            name: job.name.clone(),
+            rw: job.headline(),
+            group: 0,
+            options: job.described(),
+            logs: job.logs.clone(),
+            read: DirectionResult::default(),
+            write: DirectionResult::default(),
+            elapsed,
+            usage,
+            forebay,
+            notes: Vec::new(),
+        }
+    }
+
     /// The directions that moved anything, with fio's word for each.
     pub(crate) fn directions(&self) -> impl Iterator<Item = (&'static str, &DirectionResult)> {
         [("read", &self.read), ("write", &self.write)].into_iter().filter(|(_, d)| d.total_ios > 0)

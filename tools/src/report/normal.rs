@@ -12,7 +12,7 @@ pub(crate) fn document(jobs: &[JobResult]) -> String {
     for job in jobs {
         let _ = writeln!(text, "{}: (groupid={}): rw={}", job.name, job.group, job.rw);
         for (word, d) in job.directions() {
-            direction(&mut text, word, d, job);
+            direction(&mut text, word, d);
         }
         let (usr, sys) = job.cpu_percent();
         let _ = writeln!(
@@ -29,7 +29,7 @@ pub(crate) fn document(jobs: &[JobResult]) -> String {
     text
 }
 
-fn direction(text: &mut String, word: &str, d: &DirectionResult, job: &JobResult) {
+fn direction(text: &mut String, word: &str, d: &DirectionResult) {
     let bw = d.bytes_per_s();
     let ms = d.runtime.as_millis();
     let _ = writeln!(
@@ -44,7 +44,7 @@ fn direction(text: &mut String, word: &str, d: &DirectionResult, job: &JobResult
         latency(text, name, l);
     }
     percentiles(text, &d.clat);
-    let stats = bandwidth(d, job.sample_interval.as_secs_f64());
+    let stats = bandwidth(d);
     if stats.samples > 0 {
         // The unit of the line above, so that the two are compared at sight.
         let (unit, bytes) = byte_unit(bw);
@@ -152,32 +152,24 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::report::recorder::{Recorder, Sample};
+    use crate::bench::job::Job;
+    use crate::bench::options::{JobOptions, Rw};
+    use crate::report::recorder::Sample;
     use crate::report::{ForebayFigures, Usage};
 
     const MIB: u64 = 1 << 20;
 
     /// A job that read `mib` MiB in `ms` milliseconds, in steps of one.
     fn job(group: usize, mib: u64, ms: u64) -> JobResult {
-        let mut recorder = Recorder::new(Duration::from_millis(100));
+        let mut read = DirectionResult::default();
         for n in 0..mib {
             let at = Duration::from_millis(n * ms / mib);
-            recorder.record(Sample { bytes: MIB, slat: Duration::ZERO, clat: Duration::from_millis(1), at });
+            read.record(Sample { bytes: MIB, slat: Duration::ZERO, clat: Duration::from_millis(1), at });
         }
-        JobResult {
-            name: format!("job{group}"),
-            rw: "read".to_owned(),
-            group,
-            options: Vec::new(),
-            logs: crate::report::logs::LogNames::default(),
-            read: recorder.result(Duration::from_millis(ms)),
-            write: DirectionResult::empty(),
-            elapsed: Duration::from_millis(ms),
-            usage: Usage::default(),
-            sample_interval: Duration::from_millis(100),
-            forebay: ForebayFigures::default(),
-            notes: Vec::new(),
-        }
+        let options = JobOptions { rw: Some(Rw::Read), ..JobOptions::default() };
+        let (job, elapsed) = (Job::new(options, "job").unwrap(), Duration::from_millis(ms));
+        let result = JobResult::of(&job, elapsed, Usage::default(), ForebayFigures::default());
+        JobResult { group, read: read.over(elapsed), ..result }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use forebay::config::{Admission, OnOpenFailure, Settings};
-use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
+use forebay::device::{HostDevice, HostMemory, PagedKv};
 use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, Store, StoreRequest};
 use forebay::geometry::{DType, Geometry};
 use forebay::key::{ChunkKey, Extra};
@@ -103,7 +103,7 @@ impl CacheSink {
             }
         };
         dump.check(&geometry)?;
-        let engine = Engine::open(&self.settings, geometry, HostDevice::new(&HostOptions::default())?)?;
+        let engine = Engine::open(&self.settings, geometry, HostDevice::new(0)?)?;
         Ok(self.engine.get_or_init(|| engine))
     }
 

@@ -22,7 +22,7 @@ use std::time::Instant;
 
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
-use forebay::config::{DriveSettings, Loader, Mode, Settings};
+use forebay::config::{DriveSettings, Mode, Settings};
 use forebay::geometry::Geometry;
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
@@ -108,8 +108,8 @@ chunks that were evicted again for lack of room.
 
 Examples:
   forebay warm import dumps/ --dry-run
-  forebay warm import dumps/*.safetensors --directory /mnt/nvme --model llama-3.1-8b --verify
-  forebay warm import /tmp/vllm-shared-storage --directory /mnt/nvme --model tiny --kv-shape kv-last";
+  forebay warm import dumps/*.safetensors --directory /mnt/nvme/forebay --model llama-3.1-8b --verify
+  forebay warm import /tmp/vllm-shared-storage --directory /mnt/nvme/forebay --model tiny --kv-shape kv-last";
 
 fn parse_jobs(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
@@ -250,14 +250,7 @@ fn settings_of(args: &ImportArgs) -> Result<Settings> {
         return Err(Error::new(ErrorKind::InvalidInput, "no cache to fill")
             .advice("name it with --directory, or its settings with --config; --dry-run stores nothing"));
     }
-    let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
-    let (mut settings, warnings) = loader.load()?;
-    warnings.iter().for_each(|w| tracing::warn!("{w}"));
-    if let Some(directory) = &args.directory {
-        let absolute = std::path::absolute(directory).map_err(|e| Error::io("no such path", e).at(directory))?;
-        settings.drives = vec![DriveSettings::new(absolute)];
-    }
-    Ok(settings)
+    crate::settings::load(args.config.as_deref(), None, args.directory.as_slice())
 }
 
 /// Moves everything from the reader into the sink.

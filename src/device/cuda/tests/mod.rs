@@ -12,8 +12,8 @@ use proptest::test_runner::RngSeed;
 use crate::device::cuda::batch::{BatchPlace, LaunchBatch};
 use crate::device::parts::KvDirection;
 use crate::device::{
-    Device, Gate, GatherJob, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part, ScatterJob,
-    StagingOptions, StagingPool,
+    Device, Gate, GatherJob, HostDevice, HostMemory, HugePages, KvMemory, PagedKv, Part, ScatterJob, StagingOptions,
+    StagingPool,
 };
 use crate::format::exp4::CodedShape;
 use crate::format::layout::SlotCodec;
@@ -129,7 +129,7 @@ fn like_kv(noise: &[u8]) -> Vec<u8> {
 }
 
 fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
-    let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+    let device = HostDevice::new(1).unwrap();
     let (tx, rx) = mpsc::channel();
     let (kv, gate) = (Arc::clone(kv), Arc::new(Gate::new()));
     let outcome = |staging: Buf, crcs, misfit, skipped_blocks| Outcome {

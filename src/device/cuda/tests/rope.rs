@@ -10,7 +10,7 @@ use super::{dump, noise};
 use crate::ErrorKind;
 use crate::device::cuda::rope::RopeBatch;
 use crate::device::{
-    FloatKind, Gate, HostDevice, HostMemory, HostOptions, KvMemory, PagedKv, RopeShift, RopeStyle, RopeTable,
+    Device as _, FloatKind, HostDevice, HostMemory, KvMemory, PagedKv, RopeShift, RopeStyle, RopeTable,
 };
 use crate::geometry::{LayerKind, LayerSpec};
 use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -142,7 +142,7 @@ fn by_kernel(kv: &PagedKv, shifts: &[RopeShift], ctas: u32) {
 }
 
 fn device() -> Arc<HostDevice> {
-    HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap()
+    HostDevice::new(1).unwrap()
 }
 
 fn kind() -> impl Strategy<Value = FloatKind> {
@@ -185,7 +185,7 @@ proptest! {
         let mut expected = dump(&memories);
         by_kernel(&kv, &shifts, case.ctas);
         for shift in &shifts {
-            prop_assert!(device().rope_shift(&host_kv, shift, &Gate::new()).unwrap());
+            device().turn_keys(&host_kv, std::slice::from_ref(shift), &[]).unwrap();
         }
         let (turned, on_host) = (dump(&memories), dump(&host_memories));
         prop_assert!(turned == on_host, "the kernel's bits are not the host's");
@@ -253,19 +253,15 @@ fn what_does_not_suit_the_cache_or_the_table_is_refused_and_changes_nothing() {
     ];
     for (shift, message) in bad {
         let mut batch = RopeBatch::new();
-        for error in [device().rope_shift(&kv, &shift, &Gate::new()).unwrap_err(), batch.push(&kv, &shift).unwrap_err()]
-        {
+        let by_host = device().turn_keys(&kv, std::slice::from_ref(&shift), &[]).unwrap_err();
+        for error in [by_host, batch.push(&kv, &shift).unwrap_err()] {
             assert_eq!(error.kind(), ErrorKind::InvalidInput);
             assert!(error.to_string().contains(message), "{error} for {message}");
         }
         assert_eq!((batch.num_ropes(), batch.num_tiles(), batch.blob_bytes()), (0, 0, 0));
     }
     assert!(dump(&memories) == before);
-    let closed = Gate::new();
-    closed.close();
-    assert!(!device().rope_shift(&kv, &ok, &closed).unwrap());
-    assert!(dump(&memories) == before);
-    assert!(device().rope_shift(&kv, &ok, &Gate::new()).unwrap());
+    device().turn_keys(&kv, &[ok], &[]).unwrap();
     assert!(dump(&memories) != before);
 }
 
@@ -287,6 +283,6 @@ fn the_same_position_leaves_every_bit_alone_even_of_infinities() {
     let before = dump(&memories);
     let shift = RopeShift { new_positions: case.positions(1), ..case.shifts().remove(0) };
     by_kernel(&kv, std::slice::from_ref(&shift), 1);
-    assert!(device().rope_shift(&kv, &shift, &Gate::new()).unwrap());
+    device().turn_keys(&kv, &[shift], &[]).unwrap();
     assert!(dump(&memories) == before);
 }

@@ -7,7 +7,8 @@
 
 use std::ops::Range;
 
-use super::crc::ExtentCrc;
+use crc32fast::Hasher;
+
 use crate::format::exp4::{
     BLOCK_BYTES, BLOCK_RAW_BYTES, BLOCK_VALUES, CodedShape, Dictionary, Escape, EscapeTail, SEGMENT_BLOCKS,
     SEGMENT_BYTES, SEGMENT_RAW_BYTES, SEGMENT_VALUES, TailWriter, best_dictionary, likely_dictionary, patch,
@@ -42,7 +43,7 @@ impl<'a> CodedReader<'a> {
     }
 
     /// The values in a range of the uncoded extent.
-    pub(super) fn tile(&mut self, range: Range<usize>, crc: &mut ExtentCrc) -> &[u8] {
+    pub(super) fn tile(&mut self, range: Range<usize>, crc: &mut Hasher) -> &[u8] {
         self.sum_to(range.end.div_ceil(BLOCK_RAW_BYTES) * BLOCK_BYTES, crc);
         self.decode(range)
     }
@@ -70,7 +71,7 @@ impl<'a> CodedReader<'a> {
     }
 
     /// Adds the coded bytes before `end` to the CRC, except those that are in it.
-    fn sum_to(&mut self, end: usize, crc: &mut ExtentCrc) {
+    fn sum_to(&mut self, end: usize, crc: &mut Hasher) {
         if let Some(new) = self.coded.get(self.summed..end) {
             crc.update(new);
             self.summed = end;
@@ -78,7 +79,7 @@ impl<'a> CodedReader<'a> {
     }
 
     /// Adds what is left of the coded bytes to the CRC.
-    pub(super) fn finish(mut self, crc: &mut ExtentCrc) {
+    pub(super) fn finish(mut self, crc: &mut Hasher) {
         self.sum_to(self.coded.len(), crc);
     }
 }
@@ -119,7 +120,7 @@ impl<'a> CodedWriter<'a> {
 
     /// Codes the full segments once the tile is filled, and adds them to the CRC. Whether the
     /// extent fits so far.
-    pub(super) fn filled(&mut self, crc: &mut ExtentCrc) -> bool {
+    pub(super) fn filled(&mut self, crc: &mut Hasher) -> bool {
         let whole = self.pending / SEGMENT_RAW_BYTES * SEGMENT_RAW_BYTES;
         let mut values = std::mem::take(&mut self.values);
         for raw in values.get(..whole).unwrap_or_default().chunks_exact(SEGMENT_RAW_BYTES) {
@@ -132,7 +133,7 @@ impl<'a> CodedWriter<'a> {
     }
 
     /// Codes one segment of which `count` values are the extent's.
-    fn segment(&mut self, raw: &[u8], count: usize, crc: &mut ExtentCrc) {
+    fn segment(&mut self, raw: &[u8], count: usize, crc: &mut Hasher) {
         let at = self.segments * SEGMENT_BYTES;
         self.segments += 1;
         let end = at + raw.len() / BLOCK_RAW_BYTES * BLOCK_BYTES;
@@ -155,7 +156,7 @@ impl<'a> CodedWriter<'a> {
 
     /// Codes the values that are left, and writes the tail. Whether the extent fits; if not, its
     /// bytes mean nothing.
-    pub(super) fn finish(mut self, crc: &mut ExtentCrc) -> bool {
+    pub(super) fn finish(mut self, crc: &mut Hasher) -> bool {
         let mut rest = std::mem::take(&mut self.values);
         rest.truncate(self.pending);
         if !rest.is_empty() && self.fits {
@@ -182,14 +183,14 @@ pub fn encode_tiles<E>(
     mut fill: impl FnMut(&mut [u8]) -> Result<(), E>,
 ) -> Result<Option<u32>, E> {
     let mut writer = CodedWriter::new(shape, coded);
-    let mut crc = ExtentCrc::new();
+    let mut crc = Hasher::new();
     for bytes in tiles {
         fill(writer.tile(bytes))?;
         if !writer.filled(&mut crc) {
             return Ok(None);
         }
     }
-    Ok(writer.finish(&mut crc).then(|| crc.finish()))
+    Ok(writer.finish(&mut crc).then(|| crc.finalize()))
 }
 
 /// Passes the values of a coded extent to `take` in tiles, from its start on. Gives the CRC of the
@@ -204,14 +205,14 @@ pub fn decode_tiles<E>(
     mut take: impl FnMut(&[u8]) -> Result<(), E>,
 ) -> Result<u32, E> {
     let mut reader = CodedReader::new(shape, coded);
-    let mut crc = ExtentCrc::new();
+    let mut crc = Hasher::new();
     let mut at = 0;
     for bytes in tiles {
         take(reader.tile(at..at + bytes, &mut crc))?;
         at += bytes;
     }
     reader.finish(&mut crc);
-    Ok(crc.finish())
+    Ok(crc.finalize())
 }
 
 /// Lengths of the tiles of `bytes` bytes.

@@ -13,6 +13,7 @@ use indicatif::ProgressBar;
 
 use super::session::CacheDir;
 use crate::bench::job::Job;
+use crate::random::Rng;
 use crate::stop;
 
 /// Tokens of a chunk here.
@@ -48,15 +49,7 @@ pub(super) fn open(job: &Job, place: &CacheDir, chunks: u64) -> Result<Arc<Log>>
 /// Key of entry `n`: what a hash would give, without hashing.
 pub(super) fn key(n: u64) -> ChunkKey {
     let mut bytes = [0; 32];
-    let mut x = n;
-    for part in bytes.chunks_exact_mut(8) {
-        x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = x;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x = z ^ z >> 31;
-        part.copy_from_slice(&x.to_le_bytes());
-    }
+    Rng::new(n).fill(&mut bytes);
     ChunkKey(bytes)
 }
 

@@ -10,12 +10,12 @@ use forebay::{Error, ErrorKind, Result};
 
 use super::pattern::Kv;
 use super::session::Session;
-use super::{SAMPLE_INTERVAL, median, ms, nothing_new, result, whole};
+use super::{median, ms, nothing_new, whole};
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
 use crate::report::recorder::Sample;
-use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
+use crate::report::{DirectionResult, ForebayFigures, JobResult, UsageMeter};
 use crate::stop;
 
 /// The end of a wait that is spun, because sleeping is not precise.
@@ -78,7 +78,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     let _ = session.engine.load(warm_up)?.wait();
     let warm_up_hits = session.memory_hits(job)?;
     let layers = kv.paged.layout().num_layers();
-    let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
+    let (mut times, mut moved, mut busy) = (Times::default(), DirectionResult::default(), Duration::ZERO);
     let (mut hits, mut misses, mut corrupt, mut wrong) = (0u64, 0u64, 0u64, 0u64);
     let bar = progress::bar(context, "load by layer", session.prompts as u64, Unit::Count);
     let (usage, start) = (UsageMeter::start(), Instant::now());
@@ -101,9 +101,9 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
             *wall = asked.elapsed();
             busy += *wall;
             let done = load.wait();
-            let chunks = (done.tokens / prompt.chunk_tokens().max(1)) as u64;
+            let chunks = (done.tokens / prompt.chunk_tokens()) as u64;
             let bytes = chunks * session.prompt_bytes / prompt.keys().len().max(1) as u64;
-            recorder.record(Sample { bytes, slat: Duration::ZERO, clat: *wall, at: start.elapsed() });
+            moved.record(Sample { bytes, slat: Duration::ZERO, clat: *wall, at: start.elapsed() });
             hits += chunks;
             misses += done.misses.iter().map(|(_, chunks)| *chunks as u64).sum::<u64>();
             corrupt += done.missed(MissCause::Corrupt) as u64;
@@ -131,7 +131,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     };
     let notes = notes(&session, job)?;
     session.close()?;
-    Ok(JobResult { read: recorder.result(busy), notes, ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read: moved.over(busy), notes, ..JobResult::of(job, elapsed, usage, figures) })
 }
 
 /// Stores prompt `n` with `time` of attention before each layer; returns its bytes and wall time.
@@ -163,7 +163,7 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let layers = kv.paged.layout().num_layers();
     // The first store pays for staging that nobody has touched yet, and for the first segment.
     store_one(&session, &kv, session.prompts as u64 * 2, Duration::ZERO)?;
-    let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
+    let (mut times, mut moved, mut busy) = (Times::default(), DirectionResult::default(), Duration::ZERO);
     let bar = progress::bar(context, "store by layer", session.prompts as u64, Unit::Count);
     let mut stored = 0;
     let (usage, start) = (UsageMeter::start(), Instant::now());
@@ -177,7 +177,7 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
                 continue;
             }
             let (bytes, wall) = store_one(&session, &kv, n * 2 + odd, time)?;
-            recorder.record(Sample { bytes, slat: Duration::ZERO, clat: wall, at: start.elapsed() });
+            moved.record(Sample { bytes, slat: Duration::ZERO, clat: wall, at: start.elapsed() });
             stored += bytes;
             busy += wall;
             walls[odd as usize] = wall;
@@ -199,5 +199,5 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let figures = ForebayFigures { path: session.path()?, ..times.figures(job, layers) };
     let notes = notes(&session, job)?;
     session.close()?;
-    Ok(JobResult { write: recorder.result(busy), notes, ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { write: moved.over(busy), notes, ..JobResult::of(job, elapsed, usage, figures) })
 }

@@ -6,14 +6,13 @@ use forebay::Result;
 use forebay::key::{Chain, Extra};
 
 use super::session::CacheDir;
-use super::{fill, p99, result};
+use super::{fill, p99};
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
 use crate::report::{ForebayFigures, JobResult, UsageMeter};
 use crate::stop;
 
-const DEFAULT_TOKENS: u64 = 131_072;
 /// Prompts that take turns, so that no one of them lives in the processor's caches.
 const PROMPTS: u32 = 16;
 const LOOKUPS: usize = 4000;
@@ -21,7 +20,7 @@ const HASHES: usize = 300;
 
 /// `--rw lookup`.
 pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
-    let tokens = job.kv.tokens.unwrap_or(DEFAULT_TOKENS) as u32;
+    let tokens = job.lookup_tokens() as u32;
     let place = CacheDir::of(job)?;
     let prompts: Vec<Vec<u32>> =
         (0..PROMPTS).map(|p| (0..tokens).map(|i| i ^ p.wrapping_mul(0x9e37_79b1)).collect()).collect();
@@ -68,5 +67,5 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         ..ForebayFigures::default()
     };
     drop(log);
-    Ok(result(job, elapsed, usage, figures))
+    Ok(JobResult::of(job, elapsed, usage, figures))
 }

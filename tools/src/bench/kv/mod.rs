@@ -19,13 +19,10 @@ use forebay::{Error, ErrorKind, Result};
 use super::job::Job;
 use super::options::Rw;
 use crate::out::Context;
-use crate::report::{DirectionResult, ForebayFigures, JobResult, Usage};
+use crate::report::JobResult;
 use crate::stop;
 
 pub(crate) use reopen::is_child;
-
-/// Interval of bandwidth samples.
-const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Runs one of the engine's modes.
 pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
@@ -36,24 +33,6 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         Rw::Layerstore => layers::store(job, context),
         Rw::Lookup => lookup::run(job, context),
         _ => reopen::run(job, context),
-    }
-}
-
-/// A result without bytes yet.
-fn result(job: &Job, elapsed: Duration, usage: Usage, forebay: ForebayFigures) -> JobResult {
-    JobResult {
-        name: job.name.clone(),
-        rw: format!("{}, model={}, ioengine={}", job.rw.word(), job.kv.model, job.ioengine.word()),
-        group: 0,
-        options: job.described(),
-        logs: job.logs.clone(),
-        read: DirectionResult::empty(),
-        write: DirectionResult::empty(),
-        elapsed,
-        usage,
-        sample_interval: SAMPLE_INTERVAL,
-        forebay,
-        notes: Vec::new(),
     }
 }
 

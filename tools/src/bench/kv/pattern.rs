@@ -12,11 +12,8 @@ use forebay::device::{HostMemory, PagedKv};
 use forebay::geometry::LayerKind;
 use forebay::io::MemorySpace;
 
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-/// The bits of four bfloat16 values that differ: sign, mantissa, and three of the exponent.
-const FREE_BITS: u64 = 0x83ff_83ff_83ff_83ff;
-/// The other bits: values below two.
-const EXPONENTS: u64 = 0x3c00_3c00_3c00_3c00;
+use crate::random::{STEP, bfloat16s};
+
 /// Bytes that are copied at once between the host's and another memory.
 const PIECE: usize = 8 << 20;
 
@@ -157,7 +154,7 @@ fn fill_row(row: &mut Vec<u8>, len: usize, seed: u64) {
     let mut words = row.chunks_exact_mut(8);
     for bytes in &mut words {
         // One word in 4096 is left as it is, with whatever exponents it has.
-        let values = if word >> 52 == 0 { word } else { word & FREE_BITS | EXPONENTS };
+        let values = if word >> 52 == 0 { word } else { bfloat16s(word) };
         bytes.copy_from_slice(&values.to_le_bytes());
         word = word.wrapping_add(STEP);
     }

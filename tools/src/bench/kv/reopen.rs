@@ -4,7 +4,7 @@
 //! is killed while it stores, the other opens what is left. The parent measures from the start of
 //! the second to its answer.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use indicatif::ProgressBar;
 use parking_lot::Mutex;
 
 use super::session::CacheDir;
-use super::{fill, ms, result};
+use super::{fill, ms};
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
@@ -42,7 +42,7 @@ pub(crate) fn is_child() -> bool {
 pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     let role = std::env::var(ROLE);
     if role.is_ok() {
-        end_with_parent();
+        stop::with_parent(|| {})?;
     }
     match role.as_deref() {
         Ok("fill") => return fill_until_killed(job, context),
@@ -71,7 +71,7 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         bytes_per_chunk: Some(pss / job.kv.chunks.max(1) as f64),
         ..ForebayFigures::default()
     };
-    Ok(result(job, start.elapsed(), usage.stop(), figures))
+    Ok(JobResult::of(job, start.elapsed(), usage.stop(), figures))
 }
 
 /// A child and what it prints. It ends with its parent, however that ends, because its standard
@@ -142,15 +142,6 @@ impl Drop for ChildProcess {
     }
 }
 
-/// Ends this child when its parent is gone: its standard input is closed then.
-fn end_with_parent() {
-    std::thread::spawn(|| {
-        let mut nothing = [0; 1];
-        while std::io::stdin().read(&mut nothing).is_ok_and(|n| n > 0) {}
-        std::process::exit(1);
-    });
-}
-
 fn say(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|e| Error::io("cannot answer", e))
@@ -165,6 +156,8 @@ fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
     (0..job.kv.chunks).try_for_each(|n| filler.entry(n))?;
     filler.finish()?;
     bar.finish_and_clear();
+    // What is removed from a segment that is still open may be offered after a crash.
+    log.seal(Instant::now() + AT_REST)?;
     let gone: Vec<ChunkKey> = (0..job.kv.chunks).filter(|n| is_gone(job, *n)).map(fill::key).collect();
     for some in gone.chunks(REMOVED_AT_ONCE) {
         log.remove(some)?;
@@ -184,7 +177,8 @@ fn open_and_answer(job: &Job) -> Result<JobResult> {
     let started = Instant::now();
     let log = fill::open(job, &CacheDir::of(job)?, job.kv.chunks)?;
     let chunks = job.kv.chunks.max(1);
-    let step = (chunks / LOOKUPS).max(1);
+    // Odd, so that the chunks asked for are not all of those that were not removed.
+    let step = (chunks / LOOKUPS).max(1) | 1;
     for i in 0..LOOKUPS {
         let n = i * step % chunks;
         let here = log.lookup(&[fill::key(n)]);
@@ -202,7 +196,7 @@ fn open_and_answer(job: &Job) -> Result<JobResult> {
     let kib = rollup.lines().find_map(|l| l.strip_prefix("Pss:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     say(&kib.map_or_else(String::new, |k| (k * 1024).to_string()))?;
     drop(log);
-    Ok(result(job, started.elapsed(), UsageMeter::start().stop(), ForebayFigures::default()))
+    Ok(JobResult::of(job, started.elapsed(), UsageMeter::start().stop(), ForebayFigures::default()))
 }
 
 /// Whether chunk `n` is removed before the cache is reopened.

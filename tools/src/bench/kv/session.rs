@@ -18,6 +18,7 @@ use forebay::{Error, ErrorKind, Result};
 use super::pattern::Kv;
 use crate::bench::job::Job;
 use crate::bench::options::{Coding, IoEngine, Layout};
+use crate::random::Rng;
 use crate::scratch::Scratch;
 use crate::size::show_bytes;
 
@@ -127,11 +128,7 @@ impl Session {
     /// Fresh KV memory for one prompt.
     pub(super) fn kv(&self, seed: u64) -> Result<Kv> {
         let mut table: Vec<i64> = (0..i64::from(self.num_blocks)).collect();
-        let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        for i in (1..table.len()).rev() {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            table.swap(i, (state >> 33) as usize % (i + 1));
-        }
+        Rng::new(seed).shuffle(&mut table);
         let block = i64::from(self.block_tokens);
         let slots: Vec<i64> = table.iter().flat_map(|b| (0..block).map(move |t| b * block + t)).collect();
         let slots: Arc<[i64]> = slots.into_iter().take(self.tokens).collect();

@@ -15,17 +15,17 @@ use indicatif::ProgressBar;
 
 use super::pattern::Kv;
 use super::session::Session;
-use super::{SAMPLE_INTERVAL, is_over, ms, nothing_new, result};
+use super::{is_over, ms, nothing_new};
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
 use crate::report::recorder::Sample;
-use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
+use crate::report::{DirectionResult, ForebayFigures, JobResult, UsageMeter};
 use crate::stop;
 
 /// What the workers found.
 struct Totals {
-    recorder: Recorder,
+    moved: DirectionResult,
     /// Time in which some worker was loading or storing.
     busy: Duration,
     /// Workers that are, and since when some are.
@@ -42,7 +42,7 @@ struct Totals {
 impl Totals {
     fn new() -> Mutex<Self> {
         Mutex::new(Self {
-            recorder: Recorder::new(SAMPLE_INTERVAL),
+            moved: DirectionResult::default(),
             busy: Duration::ZERO,
             active: 0,
             since: Instant::now(),
@@ -176,11 +176,11 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
         load_spread: spread,
         ..ForebayFigures::default()
     };
-    let read = totals.recorder.result(totals.busy);
+    let read = totals.moved.over(totals.busy);
     let mut notes = shared(&session, job);
     notes.extend(session.coded(job)?);
     session.close()?;
-    Ok(JobResult { read, notes, ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read, notes, ..JobResult::of(job, elapsed, usage, figures) })
 }
 
 fn load_share(
@@ -209,12 +209,12 @@ fn load_share(
             if job.kv.verify {
                 kv.touch()?;
             }
-            let bytes = (done.tokens / prompt.chunk_tokens().max(1)) as u64 * session.prompt_bytes
-                / prompt.keys().len().max(1) as u64;
+            let bytes =
+                (done.tokens / prompt.chunk_tokens()) as u64 * session.prompt_bytes / prompt.keys().len().max(1) as u64;
             bar.inc(bytes);
             let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
-            t.recorder.record(Sample { bytes, slat, clat: took.saturating_sub(slat), at });
-            t.hits += (done.tokens / prompt.chunk_tokens().max(1)) as u64;
+            t.moved.record(Sample { bytes, slat, clat: took.saturating_sub(slat), at });
+            t.hits += (done.tokens / prompt.chunk_tokens()) as u64;
             t.misses += done.misses.iter().map(|(_, chunks)| *chunks as u64).sum::<u64>();
             t.corrupt += done.missed(MissCause::Corrupt) as u64;
             t.wrong += wrong;
@@ -291,7 +291,7 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let totals = totals.into_inner().unwrap_or_else(PoisonError::into_inner);
     let stored = fresh.stored.into_inner();
     let figures = ForebayFigures { path: session.path()?, ..ForebayFigures::default() };
-    let write = totals.recorder.result(totals.busy + flushed);
+    let write = totals.moved.over(totals.busy + flushed);
     let mut notes: Vec<String> = session.coded(job)?.into_iter().collect();
     session.close()?;
     if write.io_bytes == 0 {
@@ -301,7 +301,7 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     if stored > 0 {
         notes.push(format!("{stored} prompts were stored already: they were passed over, and no figure counts them"));
     }
-    Ok(JobResult { write, notes, ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { write, notes, ..JobResult::of(job, elapsed, usage, figures) })
 }
 
 /// Stores one worker's prompts, the first of which is in `kv` already.
@@ -331,7 +331,7 @@ fn store_share<'a>(
         }
         bar.inc(bytes);
         let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
-        t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at });
+        t.moved.record(Sample { bytes, slat: Duration::ZERO, clat, at });
         drop(t);
         current = next.filter(|_| !is_over(job, start));
     }

@@ -11,10 +11,10 @@ use forebay::io::{AlignedBuf, DirectFile, FileOptions, IO_ALIGN};
 use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 
-use super::pattern::Rng;
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
+use crate::random::Rng;
 use crate::stop;
 
 /// Bytes per write while a file is laid out.
@@ -131,7 +131,7 @@ fn reserve(file: &DirectFile, size: u64) -> Result<()> {
 /// `offset` is how far that has come.
 fn fill(file: &DirectFile, size: u64, (seed, offset): (u64, &mut u64), bar: &ProgressBar) -> Result<()> {
     let mut buffer = AlignedBuf::zeroed(STEP_BYTES)?;
-    fill_random(&mut buffer, seed);
+    Rng::new(seed).fill(&mut buffer);
     let padded = size.next_multiple_of(IO_ALIGN as u64);
     while *offset < padded {
         stop::check()?;
@@ -150,13 +150,4 @@ fn fill(file: &DirectFile, size: u64, (seed, offset): (u64, &mut u64), bar: &Pro
         file.set_len(size)?;
     }
     Ok(())
-}
-
-/// Fills `bytes` with random ones.
-pub(super) fn fill_random(bytes: &mut [u8], seed: u64) {
-    let mut rng = Rng::new(seed);
-    for word in bytes.chunks_mut(8) {
-        let random = rng.next_u64().to_le_bytes();
-        word.iter_mut().zip(random).for_each(|(b, r)| *b = r);
-    }
 }

@@ -5,7 +5,7 @@
 //! happens while it runs.
 
 mod layout;
-pub(crate) mod pattern;
+mod pattern;
 mod worker;
 
 use std::sync::Arc;
@@ -31,8 +31,6 @@ pub(crate) use layout::prepare;
 
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
-/// Interval of bandwidth samples.
-const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Time that queues get to end at the close.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pinned host memory of a queue whose bytes go through it on their way to a GPU.
@@ -68,7 +66,7 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     watch(job, context, size, &workers);
     let elapsed = start.elapsed();
     let usage = usage.stop();
-    let (mut read, mut write) = (DirectionResult::empty(), DirectionResult::empty());
+    let (mut read, mut write) = (DirectionResult::default(), DirectionResult::default());
     for worker in workers {
         let (r, w) = worker.finish()?;
         read.merge(&r);
@@ -86,20 +84,8 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     if job.unlink {
         layout::remove(job)?;
     }
-    Ok(JobResult {
-        name: job.name.clone(),
-        rw: format!("{}, bs={}, ioengine={}, iodepth={}", job.rw.word(), job.bs, job.ioengine.word(), job.iodepth),
-        group: 0,
-        options: job.described(),
-        logs: job.logs.clone(),
-        read,
-        write,
-        elapsed,
-        usage,
-        sample_interval: SAMPLE_INTERVAL,
-        forebay: ForebayFigures { path, direct: Some(direct), ..ForebayFigures::default() },
-        notes: Vec::new(),
-    })
+    let figures = ForebayFigures { path, direct: Some(direct), ..ForebayFigures::default() };
+    Ok(JobResult { read, write, ..JobResult::of(job, elapsed, usage, figures) })
 }
 
 /// Waits for all workers and moves the bar.
@@ -173,7 +159,7 @@ fn open_queues(job: &Job, index: usize, (device, pool): (&dyn Device, &Arc<Stagi
     })
 }
 
-fn plan(job: &Job, index: usize, size: u64) -> Plan {
+fn plan(job: &Job, index: usize, size: u64) -> (Plan, Pattern) {
     let blocks = size / job.bs;
     let seed = job.randseed.wrapping_add(index as u64);
     let read_percent = match job.rw {
@@ -181,13 +167,13 @@ fn plan(job: &Job, index: usize, size: u64) -> Plan {
         _ if job.rw.reads() => 100,
         _ => 0,
     };
-    Plan {
+    let plan = Plan {
         bs: job.bs as usize,
         iodepth: job.iodepth,
-        pattern: Pattern::new(blocks, job.rw.is_random(), read_percent, seed),
         repeat: job.time_based,
         runtime: job.runtime,
         end_fsync: job.end_fsync,
         seed,
-    }
+    };
+    (plan, Pattern::new(blocks, job.rw.is_random(), read_percent, seed))
 }

@@ -3,28 +3,7 @@
 //! Random passes visit every block of the file exactly once in an order that only the seed decides,
 //! as fio does with its random map, but without memory for one.
 
-/// A small deterministic generator (splitmix64).
-#[derive(Clone, Debug)]
-pub(crate) struct Rng(u64);
-
-impl Rng {
-    /// A generator from a seed.
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// The next 64 bits.
-    pub(crate) fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-}
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
+use crate::random::{Rng, mix};
 
 /// A permutation of `0..count`: a four-round Feistel network over the next even number of bits,
 /// applied again until the result is below `count`.

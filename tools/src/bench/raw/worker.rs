@@ -14,11 +14,10 @@ use forebay::io::{Buf, Completion, DirectFile, Drive, Op, Request};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::SAMPLE_INTERVAL;
-use super::layout::fill_random;
 use super::pattern::Pattern;
+use crate::random::Rng;
+use crate::report::DirectionResult;
 use crate::report::recorder::Sample;
-use crate::report::{DirectionResult, Recorder};
 use crate::stop;
 
 /// How long one operation may take.
@@ -31,8 +30,6 @@ pub(super) struct Plan {
     pub(super) bs: usize,
     /// Operations in flight.
     pub(super) iodepth: usize,
-    /// Which blocks, in which order.
-    pub(super) pattern: Pattern,
     /// Start over at the end of the file.
     pub(super) repeat: bool,
     /// Stop after this time.
@@ -45,21 +42,12 @@ pub(super) struct Plan {
 
 /// A worker.
 pub(super) struct Worker {
-    plan: PlanFacts,
+    plan: Plan,
     file: Arc<DirectFile>,
     drive: Drive,
     bytes: AtomicU64,
     state: Mutex<State>,
     idle: Condvar,
-}
-
-/// The part of a plan that does not change.
-#[derive(Clone, Copy)]
-struct PlanFacts {
-    bs: usize,
-    repeat: bool,
-    runtime: Option<Duration>,
-    end_fsync: bool,
 }
 
 struct State {
@@ -71,27 +59,32 @@ struct State {
     wrote: bool,
     flushed: bool,
     error: Option<Error>,
-    read: Recorder,
-    write: Recorder,
+    read: DirectionResult,
+    write: DirectionResult,
 }
 
 impl Worker {
-    /// A worker with its buffers, not yet started.
-    pub(super) fn new(plan: Plan, pool: &Arc<StagingPool>, file: Arc<DirectFile>, drive: Drive) -> Result<Arc<Self>> {
+    /// A worker with its buffers, not yet started; `pattern` says which blocks, in which order.
+    pub(super) fn new(
+        (plan, pattern): (Plan, Pattern),
+        pool: &Arc<StagingPool>,
+        file: Arc<DirectFile>,
+        drive: Drive,
+    ) -> Result<Arc<Self>> {
         let mut waiting = Vec::with_capacity(plan.iodepth);
         for i in 0..plan.iodepth {
             let mut buf = pool.try_take().ok_or_else(|| Error::new(ErrorKind::Internal, "too few I/O buffers"))?;
-            fill_random(buf.as_mut_slice(), plan.seed ^ (i as u64) << 32);
+            Rng::new(plan.seed ^ (i as u64) << 32).fill(buf.as_mut_slice());
             waiting.push(buf);
         }
         let now = Instant::now();
         Ok(Arc::new(Self {
-            plan: PlanFacts { bs: plan.bs, repeat: plan.repeat, runtime: plan.runtime, end_fsync: plan.end_fsync },
+            plan,
             file,
             drive,
             bytes: AtomicU64::new(0),
             state: Mutex::new(State {
-                pattern: plan.pattern,
+                pattern,
                 start: now,
                 end: now,
                 waiting,
@@ -99,8 +92,8 @@ impl Worker {
                 wrote: false,
                 flushed: false,
                 error: None,
-                read: Recorder::new(SAMPLE_INTERVAL),
-                write: Recorder::new(SAMPLE_INTERVAL),
+                read: DirectionResult::default(),
+                write: DirectionResult::default(),
             }),
             idle: Condvar::new(),
         }))
@@ -146,7 +139,7 @@ impl Worker {
             return Err(error);
         }
         let runtime = state.end.saturating_duration_since(state.start);
-        let take = |r: &mut Recorder| std::mem::replace(r, Recorder::new(Duration::ZERO)).result(runtime);
+        let take = |d: &mut DirectionResult| std::mem::take(d).over(runtime);
         Ok((take(&mut state.read), take(&mut state.write)))
     }
 

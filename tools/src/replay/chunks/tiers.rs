@@ -28,14 +28,6 @@ pub(crate) enum Offer {
 }
 
 impl Offer {
-    pub(in crate::replay) fn name(self) -> &'static str {
-        match self {
-            Self::Stored => "stored",
-            Self::Finished => "finished",
-            Self::Evicted => "evicted",
-        }
-    }
-
     /// What is known then of the tokens generated for a request.
     pub(in crate::replay) fn generated(self, request: &Request) -> Option<u32> {
         (self == Self::Finished).then(|| u32::try_from(request.output_length).unwrap_or(u32::MAX))

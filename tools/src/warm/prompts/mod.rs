@@ -59,7 +59,7 @@ pub(crate) struct PromptsArgs {
     /// Key that the server wants; also from `OPENAI_API_KEY`.
     #[arg(long, value_name = "KEY")]
     api_key: Option<String>,
-    /// Start a vLLM with this model for the time of the warming.
+    /// Start a vLLM with this model, and stop it when all prompts are done.
     #[arg(long, value_name = "MODEL", requires = "directory")]
     launch: Option<String>,
     /// Cache directory that the started vLLM fills.
@@ -80,7 +80,7 @@ pub(crate) struct PromptsArgs {
     /// How often a request is tried again that the server could not take.
     #[arg(long, default_value_t = 6, value_name = "N")]
     retries: u32,
-    /// File that remembers which prompts are done: the next run with it goes on from there.
+    /// File that records finished prompts; run the command again with it to continue.
     #[arg(long, value_name = "FILE")]
     journal: Option<PathBuf>,
     /// Count prompts and tokens, and send nothing.
