@@ -180,12 +180,15 @@ impl SchedulerSide {
     #[staticmethod]
     #[pyo3(signature = (config, *, block_tokens, num_blocks, windows=None, **options))]
     fn of_workers(
+        py: Python<'_>,
         config: Option<&Bound<'_, PyAny>>,
         block_tokens: Vec<u32>,
         num_blocks: usize,
         windows: Option<Vec<Option<u32>>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        // The scheduler's process may open no engine in Python: all that looks and fetches is here.
+        crate::logging::install(py)?;
         let settings = convert::settings(config)?;
         let of_server =
             ConnectorOptions::of_server(&settings, (&block_tokens, num_blocks), windows.unwrap_or_default()).py()?;

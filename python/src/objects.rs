@@ -204,6 +204,13 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
+    /// Why the store is disabled, in words; None while it is open.
+    #[getter]
+    fn why_disabled(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let store = self.get_store()?;
+        Ok(py.detach(|| store.why_disabled()))
+    }
+
     /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of
     /// buffers that together hold it. An object that is there already stays as it is, and counts as
     /// stored. One answer for each key, in order. `dtype` is that of the values, as text or torch's

@@ -3,6 +3,7 @@ lines that make no sense."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from forebay.vllm.blend import lines
+from forebay.vllm.blend.__main__ import _settings
 
 
 def ran(folder: Path, command: str, written: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +69,8 @@ def test_a_line_that_makes_no_sense_is_named_before_vllm_starts(tmp_path: Path, 
         (["--set", "chunk_size"], "--set chunk_size: write KEY=VALUE"),
         (["--set", "chunksize=512"], "chunk_size"),
         (["--cache-dir", "/nowhere"], "/nowhere is no directory"),
+        (["--cache-dir", "/tmp, /nowhere"], "/nowhere is no directory"),
+        (["--cache-dir", "/tmp,"], "has a name missing"),
         (["--anchor", "a", "--anchor-file", "b"], "not allowed with argument"),
         (["--anchor-file", "/nowhere"], "/nowhere"),
         (["--ratio", "1"], "unrecognized arguments: --ratio 1"),
@@ -84,6 +88,14 @@ def test_without_vllm_it_says_which_python_to_use(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "vLLM cannot be imported" in done.stderr
     assert sys.executable in done.stderr
+
+
+def test_each_drive_has_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    asked = argparse.Namespace(cache_dir="a, b", set=["capacity=1GiB"])
+    assert _settings(asked) == {"cache_dir": f"{tmp_path}/a,{tmp_path}/b", "capacity": "1GiB"}
 
 
 def letters(part: lines.Given) -> list[int]:

@@ -125,3 +125,27 @@ def test_a_store_that_gives_no_answers_is_not_waited_for() -> None:
     assert transfers.poll() == []
     with pytest.raises(forebay.ForebayError, match="gone"):
         transfers.drain()
+
+
+def test_a_close_that_fails_is_told_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    store: Any = Mute()
+    transfers = Transfers(store, Rows(0, COUNT, ROW), 2000, False)
+    transfers.save(1, [b"a"], [0])
+    closed: list[int] = []
+    store.close = closed.append
+    transfers.close(1000)
+    assert closed == [1000], "closed although it could not be drained"
+    assert "could not be drained" in caplog.text
+
+
+def test_a_failure_is_told_again_after_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = Mute()
+    transfers = Transfers(store, Rows(0, COUNT, ROW), 2000, False)
+    now = 1000.0
+    monkeypatch.setattr("forebay._quiet.time.monotonic", lambda: now)
+    told = []
+    for later in (0, 59, 2, 1, 60):
+        now += later
+        transfers.poll()
+        told.append(len(caplog.records))
+    assert told == [1, 1, 2, 2, 3]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forebay
 import lmcache
 import pytest
 import torch
@@ -147,6 +148,18 @@ def test_a_value_that_another_server_stored_first_is_told_gone_too(cache: Path) 
         assert heard.stored == {key(1): 0}
         one.delete([key(1)])
         assert heard.gone == [key(1)] and one.get_usage().total_bytes_used == 0
+
+
+def test_batches_that_fail_for_one_reason_do_not_fill_the_log(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with adapter(spec(cache)) as over:
+        for number, (kind, cause) in enumerate([("put", "no_space"), ("put", "no_space"), ("get", "io_error"), ("put", "io_error")]):
+            over._tasks[-1 - number] = [key(1), key(2)]
+            over._take(forebay.Completion(-1 - number, kind, [True, False], [1, 0], [None, cause], "it failed"))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and "it failed" in record.getMessage()] == [
+        "a store of 2 keys: it failed",
+        "a load of 2 keys: it failed",
+        "a store of 2 keys: it failed",
+    ]
 
 
 def test_a_deletion_that_fails_is_told_and_ends_no_thread_of_lmcaches(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,10 +46,19 @@ def test_settings_that_are_wrong_are_named(cache: Path, capsys: pytest.CaptureFi
         assert item.partition("=")[0] in capsys.readouterr().err
     assert main(["--cache-dir", str(cache / "missing" / "drive")]) == 1
     assert "is no directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--cache-dir", f"{cache},"])
+    assert "has a name missing" in capsys.readouterr().err
 
 
 @pytest.mark.ci
-def test_the_server_makes_a_directory_that_is_missing(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_server_makes_a_directory_that_is_missing(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for where in (str(cache / "missing"), f"{cache}/a,{cache}/b"):
         assert main(["--cache-dir", where]) == 0
         assert where in capsys.readouterr().out
+    # The server may start in another directory.
+    monkeypatch.chdir(cache.parent)
+    assert main(["--cache-dir", "a, b"]) == 0
+    assert f"{cache.parent}/a,{cache.parent}/b" in capsys.readouterr().out

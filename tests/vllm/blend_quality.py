@@ -85,7 +85,7 @@ def started(folder: Path) -> Any:
 
 
 def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Divergence, agreement and share of tokens computed anew of every text, by arm."""
+    """Divergence, agreement and share of tokens recomputed of every text, by arm."""
     from forebay.vllm.blend import Blend
     from forebay.vllm.blend.blender import Asked
 
@@ -139,7 +139,7 @@ NAMES = {
 
 def table(found: dict[str, list[tuple[float, float, float]]]) -> list[str]:
     """The rows of the page."""
-    lines = ["| computed anew | share | KL to a full prefill (95 % interval) | same likeliest token |", "|---|---|---|---|"]
+    lines = ["| recomputed | share | KL to a full prefill (95 % interval) | same likeliest token |", "|---|---|---|---|"]
     order = [f"{select} {ratio:.0%} {WITHOUT}" for select, ratio in BARE] + [f"{select} {ratio:.0%}" for select, ratio in ARMS]
     for name in order:
         kls, sames, shares = zip(*found[name], strict=True)

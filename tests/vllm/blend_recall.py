@@ -147,7 +147,7 @@ def wilson(hits: int, of: int) -> tuple[float, float]:
 
 def table(found: Answers) -> list[str]:
     """The rows of the page."""
-    lines = ["| computed anew | share | right answers | 95 % interval | the answer of a full prefill |", "|---|---|---|---|---|"]
+    lines = ["| recomputed | share | right answers | 95 % interval | the answer of a full prefill |", "|---|---|---|---|---|"]
     names = {"random": "random tokens, for comparison"}
     rows = [(WHOLE, WHOLE, "100 %")]
     rows += [(f"{select} {ratio:.0%}", names.get(select, f"`{select}`"), f"{ratio:.0%}".replace("%", " %")) for select, ratio in ARMS]

@@ -333,7 +333,6 @@ def holes(server: Server, blend: Blend, cache: Path) -> dict[str, Any]:
     tried("right", "c")
     other = Blend(server.llm, ANCHOR[:8])
     seen["other anchor"] = [one.state for one in other.blend(prompt, places, select="none", cache_salt="d").segments]
-    blend.__init__(server.llm, ANCHOR)  # type: ignore[misc]
     server.blender._segments._engine.flush()
     (space,) = [folder for folder in cache.rglob("*") if folder.is_dir() and folder.name == segments_space(server)]
     flip_bits(space)

@@ -19,7 +19,7 @@ from blending import ANCHOR, BLOCK, QUESTION, SEGMENTS, STEP, Server, furthest, 
 from test_damage import flip_bits
 from vllm import SamplingParams
 
-from forebay.vllm.blend import Blend
+from forebay.vllm.blend import Blend, BlendError
 from forebay.vllm.blend.segments import Rotary
 
 Asking = dict[str, Any]
@@ -279,6 +279,29 @@ def failures(of: Requests, cache: Path) -> dict[str, Any]:
     return seen
 
 
+def reset(of: Requests) -> dict[str, Any]:
+    """The connector's cache is reset in the middle of a blend; and what a script gets before the
+    next step."""
+    prompt, places = prompt_of((1, 2, 0), QUESTION)
+    plain = of.server.whole(prompt)
+    blend = Blend(of.server.llm, ANCHOR)
+    of.live._blender._segments._engine.clear()
+    of.counts()
+    sent = of.add(prompt, asking(places, store_segments=True), "reset")
+    for _ in range(20):
+        of.engine.step()
+        if of.live._under_way is not None:
+            break
+    under_way = of.live._under_way is not None
+    of.engine.reset_prefix_cache(reset_connector=True)
+    try:
+        said = f"stored {blend.store(tokens(50))}"
+    except BlendError as error:
+        said = str(error)
+    answers = [of.answers(sent)[sent], of.answer(prompt, asking(places, store_segments=True), "later")]
+    return {"under way": under_way, "said": said, "right": [one["tokens"] == plain for one in answers], "counts": of.counts()}
+
+
 def main() -> None:
     """Runs all of it."""
     model, cache, result = sys.argv[1:]
@@ -289,6 +312,8 @@ def main() -> None:
     seen["together"] = together(of)
     seen["interrupted"] = interrupted(of)
     seen["failures"] = failures(of, Path(cache))
+    # The last: it does not come back.
+    seen["reset"] = reset(of)
     Path(result).write_text(json.dumps(seen))
 
 

@@ -146,6 +146,16 @@ def test_a_damaged_segment_among_others_is_a_hole(seen: dict[str, Any]) -> None:
     assert (damaged["counts"]["blend_segments_failed"], damaged["counts"]["blend_segments_reused"]) == (1, 1)
 
 
+@pytest.mark.ci
+def test_a_reset_of_the_connectors_cache_ends_all_blends(seen: dict[str, Any]) -> None:
+    reset = seen["reset"]
+    assert reset["under way"]
+    assert "the connector's cache was reset" in reset["said"]
+    assert reset["right"] == [True, True]
+    # The second is not even taken for a blend.
+    assert reset["counts"] == {"blend_computed_reset": 1}
+
+
 def test_clients_of_the_openai_server_get_blends(model: str, tmp_path: Path) -> None:
     source = random.Random(SEED)
     begin, question, *documents = ([source.randrange(4, 512) for _ in range(count)] for count in (40, 70, 200, 150))

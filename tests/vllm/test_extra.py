@@ -104,6 +104,9 @@ def test_an_adapter_that_changes_under_a_running_server_has_no_key(tmp_path: Pat
         with pytest.raises(extra.NotCacheable):
             key(adapters, lora_request=lora(tmp_path / "a"))
     assert len([r for r in caplog.records if "have changed" in r.message]) == 1
+    with pytest.raises(extra.NotCacheable):
+        key(adapters, lora_request=lora(tmp_path / "gone"))
+    assert len([r for r in caplog.records if "are not cached" in r.message]) == 2, "another reason is told too"
     anew = key(adapters, lora_request=lora(tmp_path / "a", load_inplace=True))
     assert anew["lora"]["digest"] != old["lora"]["digest"], "vLLM reads it at each use"
     adapter(tmp_path / "a", b"3" * 999)

@@ -29,6 +29,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 import forebay
+from forebay._quiet import Quiet
 from forebay.lmcache.store import open_store
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Adapter(L2AdapterInterface):
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__()
+        self._quiet = Quiet(logger)
         self._store = open_store(**params)
         if l1_memory_desc is not None and l1_memory_desc.stable_registration_size:
             self._register(l1_memory_desc.ptr, l1_memory_desc.stable_registration_size)
@@ -153,7 +155,7 @@ class Adapter(L2AdapterInterface):
         self._forget(gone)
         if len(gone) < len(keys):
             # Not raised: LMCache's thread that enforces quotas would end, for all of its adapters.
-            logger.warning("%d of %d keys could not be deleted", len(keys) - len(gone), len(keys))
+            self._quiet.warn("delete", "%d of %d keys could not be deleted", len(keys) - len(gone), len(keys))
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
@@ -165,8 +167,9 @@ class Adapter(L2AdapterInterface):
         return KeyListPage(entries, found[-1][0].hex() if len(found) == page_size else None)
 
     def report_status(self) -> dict[str, Any]:
-        """Whether values are served, and the counters of `ObjectStore.stats`."""
-        return {"is_healthy": self._store.is_up and self._thread.is_alive(), "type": "forebay", **self._store.stats()}
+        """Whether values are served, why not, and the counters of `ObjectStore.stats`."""
+        is_healthy = self._store.is_up and self._thread.is_alive()
+        return {"is_healthy": is_healthy, "type": "forebay", "why_disabled": self._store.why_disabled, **self._store.stats()}
 
     def close(self) -> None:
         """Waits for tasks under way, makes what was stored durable, and closes."""
@@ -218,7 +221,8 @@ class Adapter(L2AdapterInterface):
             return
         kind, took = ("store", self._took_store) if done.kind == "put" else ("load", self._took_load)
         if done.error is not None:
-            logger.warning("a %s of %d keys: %s", kind, len(keys), done.error)
+            cause = next((one for one in done.causes if one is not None), "")
+            self._quiet.warn(f"{kind} {cause}", "a %s of %d keys: %s", kind, len(keys), done.error)
         answer = L2StoreResult(done.error is None and all(done.results), sum(done.lengths)) if kind == "store" else bitmap(done.results, len(keys))
         with self._lock:
             self._done[kind][done.id] = answer

@@ -10,9 +10,9 @@ import argparse
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import forebay
+from forebay._drives import drives
 from forebay.connector import settings
 
 
@@ -53,7 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.page_size < 1:
         parser.error(f"--page-size {asked.page_size}: a page has at least one token")
-    given = {"cache_dir": asked.cache_dir}
+    try:
+        folders = drives(asked.cache_dir)
+    except ValueError as error:
+        parser.error(str(error))
+    given = {"cache_dir": ",".join(map(str, folders))}
     if asked.capacity:
         given["capacity"] = asked.capacity
     for item in asked.set:
@@ -70,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if asked.linker and resolved["mode"] == "ro":
         parser.error("mode: ro with --linker: a damaged page stays, so every request that needs it would end with an error; set mode: rw")
-    for folder in (Path(name.strip()).absolute() for name in asked.cache_dir.split(",")):
+    for folder in folders:
         if not (folder if folder.exists() else folder.parent).is_dir():
             print(f"python -m forebay.sglang: {folder} is no directory, and cannot be made; name one on a local drive", file=sys.stderr)
             return 1

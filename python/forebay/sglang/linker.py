@@ -31,7 +31,7 @@ import forebay
 import torch
 from forebay.connector import settings as checked
 from forebay.sglang import identity, versions, weights
-from forebay.sglang.quiet import Quiet
+from forebay.sglang.quiet import Guard
 from forebay.sglang.resume import window_ends
 from forebay.sglang.sources import Source, sources
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -155,7 +155,7 @@ class Linker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._quiet = Quiet(logger)
+        self._quiet = Guard(logger)
         self._promises: OrderedDict[str, tuple[float, list[Any]]] = OrderedDict()
         self._pending: dict[str, list[Part]] = {}
         self._batches: dict[int, Batch] = {}

@@ -25,7 +25,7 @@ import forebay
 import torch
 from forebay.sglang import identity, versions, weights
 from forebay.sglang.pages import Pages, span_of
-from forebay.sglang.quiet import Quiet
+from forebay.sglang.quiet import Guard
 from forebay.sglang.resume import window_ends
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -85,7 +85,7 @@ class HiCache(HiCacheStorage):
         self._in_place = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._config = storage_config
         self._store = forebay.ObjectStore(settings or None, namespace=f"sglang/{space}/{model}")
-        self._quiet = Quiet(logger)
+        self._quiet = Guard(logger)
         self._kv: Pages | None = None
         self._pools: dict[str, Pages] = {}
         self._moved = _Moved(storage_config.enable_storage_metrics)

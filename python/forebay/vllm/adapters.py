@@ -30,7 +30,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._met: dict[tuple[int, str], tuple[Listing, str]] = {}
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
         _listening.add(self)
         _listen()
 
@@ -53,8 +53,8 @@ class Adapters:
         return digest
 
     def _unknown(self, lora: LoRARequest, why: str) -> None:
-        if lora.lora_name not in self._reported:
-            self._reported.add(lora.lora_name)
+        if (reported := (lora.lora_name, why)) not in self._reported:
+            self._reported.add(reported)
             logger.warning("requests with the LoRA adapter %s are not cached: %s", lora.lora_name, why)
 
 

@@ -211,7 +211,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         return self._worker.build_connector_worker_meta()
 
-    def for_blending(self) -> tuple[Any, geometry.Shape, dict[str, Any]]:
+    def for_blending(self) -> tuple[Any, geometry.Shape, settings.Settings]:
         """The worker's engine, the KV that it stores, and its settings."""
         assert self._worker is not None
         return self._worker.for_blending()

@@ -23,6 +23,8 @@ class StepMetadata(KVConnectorMetadata):
     """Requests that are blended from this step on."""
     held: frozenset[str] = frozenset()
     """Finished requests whose blocks vLLM keeps until every worker has reported them as sent."""
+    rests: bool = False
+    """The connector's cache was reset: nothing is loaded, stored or blended any more."""
 
 
 @dataclass

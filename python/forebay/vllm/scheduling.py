@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import FinishReason
 
+from forebay._quiet import Quiet
 from forebay.vllm import extra, geometry
 from forebay.vllm.adapters import Adapters
+from forebay.vllm.blend import resting
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
@@ -76,13 +78,16 @@ class SchedulerHalf:
         self._step = 0
         # The state machine does not know the requests that the planner has taken.
         self._planner = _planner(vllm_config, kv, settings) if settings.blends else None
+        # Clients decide how often these come.
+        self._quiet = Quiet(logger)
+        resting.listen()
 
     def on_new_request(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
         if not isinstance(request.kv_transfer_params, dict | None):
             # Clients can set it to anything through `vllm_xargs`. vLLM's scheduler does not check
             # it either, and its engine would end.
-            logger.warning("request %s: kv_transfer_params is no dictionary, and counts for nothing", request.request_id)
+            self._quiet.warn("params", "request %s: kv_transfer_params is no dictionary, and counts for nothing", request.request_id)
             request.kv_transfer_params = None
         if self._resting or getattr(request, "resumable", False):
             return
@@ -141,8 +146,10 @@ class SchedulerHalf:
         """What the user's function leaves of `tokens`, in whole blocks; nothing where it fails."""
         try:
             most = int(self._load_limit(request, computed, tokens))
-        except Exception as error:
-            logger.warning("load_limit failed for request %s, which is computed: %r", request.request_id, error)
+        except Exception as error:  # noqa: BLE001 - it is the user's own
+            # vLLM asks again in every step in which the request waits.
+            kind = f"load_limit {type(error).__name__}"
+            self._quiet.warn(kind, "load_limit failed for request %s, which is computed: %r", request.request_id, error)
             most = 0
         return max(0, min(most, tokens)) // self._multiple * self._multiple
 
@@ -188,7 +195,7 @@ class SchedulerHalf:
         # After a reset vLLM frees the blocks of a request at its end. What still reads them must be
         # given up before the step runs: `start_load_kv` may come after the model.
         preempts = bool(output.preempted_req_ids) or (self._resting and bool(output.finished_req_ids))
-        return StepMetadata(step, preempts, blends, held)
+        return StepMetadata(step, preempts, blends, held, self._resting)
 
     def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
         # This list has final tokens only: no placeholders of asynchronous scheduling, no unverified
@@ -275,6 +282,11 @@ class SchedulerHalf:
             req_id, retrieved, request.num_prompt_tokens, not_more, stored, request.num_tokens, not_all,
         )
 
+    @property
+    def rests(self) -> bool:
+        """Whether the cache was reset."""
+        return self._resting
+
     def reset_cache(self) -> bool:
         """vLLM's weights may have changed in place: from now on nothing is loaded and nothing is stored.
 
@@ -283,6 +295,8 @@ class SchedulerHalf:
         if not self._resting:
             logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
         self._resting = True
+        # Stores that wait for the next step: their blocks may have KV of the new weights by then.
+        self._side.reset_cache()
         self._requests.clear()
         if self._planner is not None:
             self._planner.clear()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FINGERPRINT = "fingerprint"
 LAYERWISE = "use_layerwise"
 BLENDING = "enable_blending"
-MEMORY, PREFETCH = "local_cpu", "prefetch"
+MEMORY, PREFETCH, REMOTE = "local_cpu", "prefetch", "remote_url"
 #: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of
 #: this package alone.
 LOAD_LIMIT = "load_limit"

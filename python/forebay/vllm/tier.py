@@ -66,7 +66,12 @@ class ForebayTier(SecondaryTierManager):
         if wants_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         keep_after_reset = settings.is_on(extra.pop("keep_after_reset", False))
+        if settings.LOAD_LIMIT in extra:
+            raise Unsupported(f"tier: {settings.LOAD_LIMIT} has no effect here, vLLM decides what it loads from a tier; leave it out")
         read = settings.read(extra)
+        for name in (settings.REMOTE, settings.MEMORY):
+            if read.resolved[name]:
+                logger.warning("tier: %s has no effect here: what is stored lies on the drives alone; it is for ForebayConnector", name)
         rows = _rows(primary_kv_view)
         config = tier_compat.find_config()
         if config is not None:
@@ -80,7 +85,7 @@ class ForebayTier(SecondaryTierManager):
         namespace = tier_compat.namespace(offloading_spec, rows.row_bytes, read.fingerprint, config)
         store = forebay.ObjectStore(read.engine, namespace)
         if not store.is_up:
-            logger.warning("tier: the cache could not be opened; everything is a miss until it can be")
+            logger.warning("tier: the cache could not be opened; everything is a miss until it can be: %s", store.why_disabled)
         dtype = None if config is None else identity.kv_dtype(config)
         self._transfers = Transfers(store, rows, read.resolved["load_timeout_ms"], read.resolved["mode"] == "ro", dtype)
         self._keep_after_reset = keep_after_reset
@@ -157,7 +162,7 @@ class ForebayTier(SecondaryTierManager):
         self._transfers.drain()
 
     def shutdown(self) -> None:
-        """Waits for blocks on their way to the drive, and closes."""
+        """Waits for blocks on their way to the drive, and closes; raises nothing."""
         if not self._is_shut:
             self._is_shut = True
             self._transfers.close(CLOSE_TIMEOUT_MS)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import forebay
+from forebay._quiet import Quiet
 
 logger = logging.getLogger("vllm.forebay")
 
@@ -141,7 +142,7 @@ class Transfers:
         self._done: list[Outcome] = []
         self._jobs = 0
         self._rests = False
-        self._complained: set[str] = set()
+        self._quiet = Quiet(logger)
 
     def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Begins to fill rows with the blocks of `keys`."""
@@ -218,11 +219,13 @@ class Transfers:
         return not (self._read_only or self._rests)
 
     def close(self, timeout_ms: int) -> None:
-        """Lets batches end for `timeout_ms`, makes what is stored durable, closes."""
-        try:
-            self.drain()
-        finally:
-            self._store.close(timeout_ms)
+        """Lets batches end for `timeout_ms`, makes what is stored durable, closes. Raises nothing: the
+        server's end goes on."""
+        for what, end in (("drained", self.drain), ("closed", lambda: self._store.close(timeout_ms))):
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001
+                logger.warning("tier: the cache could not be %s, what was being stored at the end is lost: %s", what, error)
 
     @property
     def under_way(self) -> int:
@@ -305,7 +308,5 @@ class Transfers:
             self._complain(f"{what} {cause}", f"{number} blocks could not be {what} ({cause}): {completion.error}")
 
     def _complain(self, kind: str, message: str) -> None:
-        # Once per kind: a full or broken drive would fill the log.
-        level = logging.DEBUG if kind in self._complained else logging.WARNING
-        self._complained.add(kind)
-        logger.log(level, "tier: %s", message)
+        # A full or broken drive would fill the log.
+        self._quiet.warn(kind, "tier: %s", message)

@@ -1,12 +1,13 @@
 """The half of the connector that lives in vLLM's workers: starts loads and stores, and says when they are over.
 
-It never waits for a drive inside a step, except with `use_layerwise`, with `enable_async_loading`
-off, or for the segments of a request that is blended.
+It never waits for a drive inside a step, except with `use_layerwise` or with `enable_async_loading`
+off.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import geometry
@@ -70,11 +71,11 @@ class WorkerHalf:
         select, _, check_layers, _ = defaults(self._settings)
         return Live(runner_of(self._config), Connector(*self.for_blending()), select, check_layers)
 
-    def for_blending(self) -> tuple[Any, geometry.Shape, dict[str, Any]]:
+    def for_blending(self) -> tuple[Any, geometry.Shape, Settings]:
         """The engine, the KV that it stores, and its settings; vLLM must have registered its KV caches."""
         if self._engine is None:
             raise geometry.Unsupported("vLLM has registered no KV cache; start it with a model that has one")
-        return self._engine, self._kv, self._settings.engine
+        return self._engine, self._kv, self._settings
 
     def _stream(self) -> int | None:
         if not self._cuda:
@@ -98,6 +99,8 @@ class WorkerHalf:
             self._is_open = True
             self._side.start_load_kv(meta.step, stream=self._stream())
         if self._blends is not None:
+            if meta.rests:
+                self._blends.rest()
             self._blends.add(meta.blends)
 
     def wait_for_layer_load(self, name: str) -> None:
@@ -160,23 +163,32 @@ class WorkerHalf:
         return blends if self._side is None else blends | self._side.get_kv_connector_stats()
 
     def shutdown(self) -> None:
-        """Waits for what is being stored, then closes the cache; safe to call again.
+        """Waits for what is being stored, then closes the cache; safe to call again, and raises nothing.
 
         A cache that fails now, such as one whose files are gone, loses what was not stored and stops no server's end.
         """
-        import forebay
-
-        side, engine, self._side, self._engine = self._side, self._engine, None, None
+        side, blends, engine = self._side, self._blends, self._engine
+        self._side = self._blends = self._engine = None
         if side is not None:
-            side.shutdown()
-        if self._blends is not None:
-            self._blends.close()
-            self._blends = None
-        if engine is None:
-            return
-        try:
+            _closed("the connector's stores", side.shutdown)
+        if blends is not None:
+            _closed("the segments", blends.close)
+        if engine is not None:
+            _closed("the cache", lambda: _flushed_and_closed(engine))
+
+
+def _flushed_and_closed(engine: Any) -> None:
+    try:
+        # A cache that never opened has nothing to lose.
+        if engine.is_up:
             engine.flush()
-        except forebay.ForebayError as error:
-            logger.warning("what was being stored at the end is lost: %s", error)
-        finally:
-            engine.close()
+    finally:
+        engine.close()
+
+
+def _closed(what: str, close: Callable[[], object]) -> None:
+    """Closes one thing. Where that fails the others are closed all the same."""
+    try:
+        close()
+    except Exception as error:  # noqa: BLE001 - the server's end goes on
+        logger.warning("%s could not be closed properly, what was being stored at the end is lost: %s", what, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -35,3 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Where the KV lies."""
     return str(request.config.getoption("--device", "cpu"))
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What is logged, whether vLLM has set its logger up or not."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog

@@ -77,6 +77,32 @@ def test_an_offline_blend_of_another_question_is_another_one() -> None:
     assert salts[0] != salts[1] and salts[2] == salts[3]
 
 
+def test_each_offline_blend_keeps_its_own_anchor() -> None:
+    called: list[Any] = []
+
+    def rpc(method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        called.append((method.removeprefix("forebay_blend_"), *args[:2]))
+        return [{"result": 0}]
+
+    llm = SimpleNamespace(collective_rpc=rpc)
+    first, second = client.Blend(llm, [1]), client.Blend(llm, [2])
+    first.store([7])
+    second.store([8])
+    first.has([7])
+    assert called == [("open",), ("open",), ("store", [1], [7]), ("store", [2], [8]), ("has", [1], [7])]
+
+
+def test_clients_do_not_fill_the_log(log: pytest.LogCaptureFixture) -> None:
+    plans = planner()
+    for wrong in ({"blend_ratio": "9x" * 10_000}, {"blend_select": "best" * 10_000}, {"blend_anchor": ["a"] * 10_000}):
+        for one in (plans, planner()):
+            assert not one.takes(request(**wrong))
+    # One of the planner that met all three, and one of each of the others.
+    told = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    assert len(told) == 1 + 3
+    assert all(len(one) < 400 for one in told)
+
+
 def test_a_blend_without_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     nested: Any = object.__new__(Nested)
     nested.device, nested.names, nested.scratch = torch.device("cpu"), ["a", "b"], []

@@ -246,10 +246,22 @@ def test_a_function_of_the_users_own_lowers_what_is_loaded(tmp_path: Path) -> No
     assert loaded(tmp_path, load_limit="harness.test_settings:half") == 144, "whole blocks of 16"
     assert loaded(tmp_path, load_limit=lambda *_: 10_000) == 288, "no more than there is"
     assert loaded(tmp_path, load_limit=lambda *_: -1) == 0
-    assert loaded(tmp_path, load_limit=fails) == 0
+    assert loaded(tmp_path, load_limit=fails) == 0, "and it is computed"
     for wrong in ("nowhere:half", "harness.test_settings:nothing", "harness.test_settings", 7):
         with pytest.raises(ValueError, match="write module:function"):
             Server(Shape(settings={"load_limit": wrong}), tmp_path)
+
+
+def test_a_function_that_fails_is_told_once_and_not_in_every_step(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    loaded(tmp_path)
+    server = Server(Shape(settings=PATIENT | {"load_limit": fails}), tmp_path)
+    for name in "abc":
+        server.ask(name, PROMPT, 4)
+    server.drain()
+    server.check_outputs()
+    server.close()
+    told = [record for record in log.records if record.levelname == "WARNING" and "load_limit failed" in record.getMessage()]
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheConnectorV1Dynamic", "FlexKVConnectorV1"])

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
+from forebay._drives import drives
 from forebay.vllm.blend import lines, refuse
 from forebay.vllm.blend.client import Blend, BlendError
 from forebay.vllm.settings import LOAD_LIMIT
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("file", type=Path, metavar="FILE", help="JSON lines")
     shared.add_argument("--model", required=True, help="the server's model, as `vllm serve` takes it")
-    shared.add_argument("--cache-dir", required=True, metavar="DIR", help="the server's cache directory")
+    shared.add_argument("--cache-dir", required=True, metavar="DIR", help="the server's cache directory, or one for each drive, separated by commas")
     more = "another setting of the server's cache, such as chunk_size=512"
     shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
     anchor = shared.add_mutually_exclusive_group()
@@ -91,9 +92,11 @@ def _settings(asked: argparse.Namespace) -> dict[str, str]:
     import forebay
     from forebay.connector import settings
 
-    if not Path(asked.cache_dir).is_dir():
-        raise ValueError(f"{asked.cache_dir} is no directory; name the server's cache directory, or make it on a local drive")
-    given = {"cache_dir": str(Path(asked.cache_dir).absolute())}
+    folders = drives(asked.cache_dir)
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no directory; name the server's cache directory, or make it on a local drive")
+    given = {"cache_dir": ",".join(map(str, folders))}
     for item in asked.set:
         key, equals, value = item.partition("=")
         if not equals:
@@ -174,7 +177,7 @@ class _Run(Generic[Line]):
         return self._tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else part  # type: ignore[union-attr]
 
     def behind(self, anchor: list[int]) -> Blend:
-        """The `Blend` of this anchor; opened anew where the last line had another."""
+        """The `Blend` of this anchor."""
         if self._anchor != anchor:
             self._blend, self._anchor = Blend(self._llm, anchor), anchor
         return self._blend

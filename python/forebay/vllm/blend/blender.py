@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from forebay._quiet import Quiet
 from forebay.vllm import geometry, identity
 from forebay.vllm.blend import refuse, selection
 from forebay.vllm.blend.nested import Nested, Steps, finish, pieces
 from forebay.vllm.blend.ranks import Ranks
-from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments, stream
+from forebay.vllm.blend.segments import Chain, Dimensions, Rotary, Rows, Segments, stream
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import torch
+
+    from forebay.vllm.settings import Settings
 
 T = TypeVar("T")
 logger = logging.getLogger("vllm.forebay")
@@ -95,49 +99,71 @@ class Blender:
         rotary = _rotary(runner.get_model(), self._nested.names)
         self.ranks = Ranks()
         made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of, (self.ranks.rank, self.ranks.count))
-        engine = forebay.Engine(self._connector.settings, made, device=self._nested.device)
-        self._segments = Segments(engine, self._of, rotary)
+        engine = forebay.Engine(self._connector.settings.engine, made, device=self._nested.device)
+        self._segments = Segments(engine, self._of, rotary, self._connector.settings.resolved["load_timeout_ms"])
+        self._quiet = Quiet(logger)
 
     def close(self) -> None:
         """Closes the namespace of segments."""
         self._segments.close()
 
-    def has(self, anchor: list[int], segments: list[list[int]]) -> list[bool]:
+    def chains(self, anchor: list[int], segments: list[list[int]]) -> list[Chain]:
+        """The segments behind their anchor, hashed."""
+        return self._segments.chains(anchor, segments)
+
+    def chains_of(self, asked: Asked) -> list[Chain]:
+        """Those of a prompt."""
+        return self.chains(asked.anchor, [asked.tokens[start:end] for start, end in asked.segments])
+
+    def has(self, chains: list[Chain]) -> list[bool]:
         """Of each segment, whether all workers have stored it."""
-        return self.ranks.all([self._segments.has(anchor, segment) for segment in segments])
+        return self.ranks.all([self._segments.has(chain) for chain in chains])
 
     def store(self, anchor: list[int], segment: list[int]) -> int:
         """Computes and stores a segment; how many tokens were computed."""
         if not segment:
             raise ValueError("a segment without tokens; give at least one")
         self._check_length(len(anchor + segment))
-        (stored,) = finish(self.storing(anchor, [segment])) or (None,)
+        (stored,) = finish(self.storing(self.chains(anchor, [segment]))) or (None,)
         if stored is not None and stored[1] is not None:
             raise NotStored(f"a segment of {len(segment)} tokens was not stored: {stored[1]}")
         return 0 if stored is None else len(anchor + segment)
 
-    def storing(self, anchor: list[int], segments: list[list[int]]) -> Steps[list[tuple[int, str | None]]]:
-        """Computes and stores those that are missing: the length of each, and why it was not stored.
+    def storing(self, chains: list[Chain]) -> Steps[list[tuple[int, str | None]]]:
+        """Computes and stores those that are missing, all behind one anchor: the length of each, and
+        why it was not stored.
 
         The anchor is computed once, with the first: whatever a request asks for, it costs no more
         than its prompt has tokens.
         """
-        missing = [segment for segment, has in zip(segments, self.has(anchor, segments), strict=True) if not has]
-        ends = [len(anchor) + len(segment) for segment in missing]
+        missing = [chain for chain, has in zip(chains, self.has(chains), strict=True) if not has]
         done: list[tuple[int, str | None]] = []
         if not missing:
             return done
         # Memory for the longest of them at once, so that the anchor in it is kept for all.
-        self._begin(anchor + max(missing, key=len))
-        rows, first = self._rows(max(ends)), 0
-        for segment, end in zip(missing, ends, strict=True):
-            self._begin(anchor + segment)
+        longest = max(missing, key=len)
+        self._begin(longest.tokens)
+        rows, first = self._rows(len(longest)), 0
+        for chain in missing:
+            self._begin(chain.tokens)
             yield from self._nested.steps(
-                list(range(first, end)), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values))
+                list(range(first, len(chain))), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values))
             )
-            done.append((len(segment), self._stored(self._segments.store(anchor, segment, rows))))
-            first = len(anchor)
+            stored = yield from self._over(self._segments.store(chain, rows))
+            done.append((len(chain.segment), self._stored(stored)))
+            first = len(chain.anchor)
         return done
+
+    def _over(self, work: Future[T]) -> Steps[T]:
+        """What comes of work of another thread, once it is over on all workers. A step does not wait
+        for it: other requests are computed meanwhile."""
+        try:
+            while self.ranks.all([work.done()]) == [False]:
+                yield 0
+        finally:
+            # Where the steps are given up: what has not begun need not begin.
+            work.cancel()
+        return work.result()
 
     def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
         """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the
@@ -177,10 +203,11 @@ class Blender:
 
     def mix(self, asked: Asked) -> Mixed:
         """Loads the prompt's segments into the scratch memory; holes are not computed yet."""
-        return finish(self.mixing(asked))
+        chains = self.chains_of(asked)
+        return finish(self.mixing(asked, chains, self.has(chains)))
 
-    def mixing(self, asked: Asked) -> Steps[Mixed]:
-        """`mix` in steps."""
+    def mixing(self, asked: Asked, chains: list[Chain], found: list[bool]) -> Steps[Mixed]:
+        """`mix` in steps, of segments of which `found` are stored."""
         import torch
 
         self._begin(asked.tokens)
@@ -189,17 +216,15 @@ class Blender:
         # Where the prompt begins with the anchor, its KV is loaded with the first segment found.
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
         loads: list[tuple[Future[bool] | None, bool]] = []
-        found = self.has(asked.anchor, [asked.tokens[start:end] for start, end in asked.segments])
-        for (start, end), there in zip(asked.segments, found, strict=True):
-            begun = self._segments.begin(asked.anchor, asked.tokens[start:end], mixed.rows, start, wants_anchor) if there else None
+        for (start, _), chain, there in zip(asked.segments, chains, found, strict=True):
+            begun = self._segments.begin(chain, mixed.rows, start, wants_anchor) if there else None
             loads.append((begun, there and wants_anchor))
             wants_anchor = wants_anchor and not there
         try:
-            yield 0
             for (start, end), (loading, has_anchor) in zip(asked.segments, loads, strict=True):
                 if loading is None:
                     state = "missing"
-                elif self.ranks.all([loading.result()]) == [False]:
+                elif self.ranks.all([(yield from self._over(loading))]) == [False]:
                     state = "failed"
                 elif self.ranks.all([(yield from self._gate(mixed.rows, start, end))]) == [False]:
                     state = "gate"
@@ -210,18 +235,25 @@ class Blender:
                     mixed.reused.append((start, end))
                     mixed.exact = behind if has_anchor else mixed.exact
                 else:
-                    logger.warning("segment of %d tokens at %d is computed: %s", end - start, start, state)
+                    logger.debug("segment of %d tokens at %d is computed: %s", end - start, start, state)
         finally:
             # Where the steps are given up: loads that have not begun need not begin.
             for loading, _ in loads:
                 if loading is not None:
                     loading.cancel()
+        self._report(mixed.states)
         loaded = [row for start, end in [(0, mixed.exact), *mixed.reused] for row in range(start, end)]
         for start, end in (run for part in pieces(loaded, len(loaded)) for run in part):
             rows = torch.arange(start, end, device=self._nested.device)
             for layer in range(self._of.layers):
                 self._nested.write(layer, rows, mixed.rows.keys(layer)[start:end], mixed.rows.values(layer)[start:end])
         return mixed
+
+    def _report(self, states: list[str]) -> None:
+        """One line for a blend some of whose segments are computed."""
+        if computed := Counter(state for state in states if state != "reused"):
+            causes = ", ".join(f"{count} {state}" for state, count in sorted(computed.items()))
+            self._quiet.warn(" ".join(sorted(computed)), "of %d segments of a blend these are computed: %s", len(states), causes)
 
     def blend(self, asked: Asked, mixed: Mixed, until: int) -> list[int]:
         """Computes holes and chosen tokens up to `until`; the chosen tokens, which are a share of
@@ -372,7 +404,7 @@ class Blender:
 class Connector:
     """The part of the running connector that a blended prompt is stored through."""
 
-    def __init__(self, engine: Any, shape: geometry.Shape, settings: dict[str, Any]) -> None:
+    def __init__(self, engine: Any, shape: geometry.Shape, settings: Settings) -> None:
         """The worker's engine, what it stores, and its settings."""
         refuse.groups(len(shape.block_tokens))
         self._engine, self._shape, self.settings = engine, shape, settings

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 #: What every salt of a blended prompt begins with.
 SALT = "forebay-blend:"
+#: What the names of the workers' methods begin with.
+METHODS = "forebay_blend_"
 SELECTORS = ("query", "deviation", "first-k", "none")
 
 
@@ -60,23 +63,24 @@ class Blend:
     `worker_extension_cls="forebay.vllm.blend.worker.BlendWorker"`.
 
     `anchor` are tokens that every segment is stored behind, such as the beginning of the system prompt. It makes segments better at no cost
-    when they are used. Segments that were stored behind another anchor are not found.
+    when they are used. Segments that were stored behind another anchor are not found. Several of this class, with an anchor each, may share
+    an `LLM`.
     """
 
     def __init__(self, llm: Any, anchor: Sequence[int] = ()) -> None:
         """Opens the namespace of segments in the connector's cache; raises `BlendError` where this server cannot blend."""
         self._llm = llm
         self._anchor = [int(token) for token in anchor]
-        self._call("forebay_blend_open", self._anchor)
+        self._call("forebay_blend_open")
 
     def store(self, segment: Sequence[int]) -> int:
         """Computes a segment behind the anchor and stores it; returns once it is stored. How many tokens were computed: 0 where the segment
         is there already."""
-        return int(self._call("forebay_blend_store", [int(token) for token in segment]))
+        return int(self._call("forebay_blend_store", self._anchor, [int(token) for token in segment]))
 
     def has(self, segment: Sequence[int]) -> bool:
         """Whether a segment is stored."""
-        return bool(self._call("forebay_blend_has", [int(token) for token in segment]))
+        return bool(self._call("forebay_blend_has", self._anchor, [int(token) for token in segment]))
 
     def blend(
         self,
@@ -106,7 +110,7 @@ class Blend:
         check(tokens, given, chosen, ratios, layers, thresholds)
         how = (chosen, ratios, layers, thresholds, question(tokens, given, chosen))
         blended_as = salt(self._anchor, given, how, cache_salt)
-        said = self._call("forebay_blend_prompt", tokens, given, chosen, ratios, layers, thresholds, blended_as)
+        said = self._call("forebay_blend_prompt", self._anchor, tokens, given, chosen, ratios, layers, thresholds, blended_as)
         states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
         return Blended(tokens, blended_as, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
 
@@ -191,7 +195,7 @@ def check(
             )
         before = end
     if isinstance(select, str) and select not in SELECTORS:
-        raise BlendError(f"select is {select!r}: use one of {', '.join(SELECTORS)}, or a list of positions")
+        raise BlendError(f"select is {reprlib.repr(select)}: use one of {', '.join(SELECTORS)}, or a list of positions")
     if select != "deviation" and len(ratios) != 1:
         raise BlendError(f"ratio has {len(ratios)} shares: several go with check layers, which select deviation alone has")
     if select != "deviation" and thresholds:

@@ -12,6 +12,8 @@ Invariants:
 - All tensor-parallel workers do the same passes in the same step, and a job fails on all of them.
 - Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks
   until then.
+- No step waits for a drive: the job goes on in a later one.
+- Once the weights may have changed nothing is blended or stored any more: see `rest`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forebay._quiet import Quiet
 from forebay.vllm.blend.blender import Asked, Blender
 
 if TYPE_CHECKING:
@@ -68,10 +71,31 @@ class Live:
         self._over: set[str] = set()
         self._failed: set[str] = set()
         self._counts: Counter[str] = Counter()
+        self._rests = False
+        self._quiet = Quiet(logger)
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Queues the jobs of a step."""
         self._waiting.extend(jobs)
+        if self._rests:
+            self._fail_all()
+
+    def rest(self) -> None:
+        """The connector's cache was reset: all jobs fail from now on, those under way too. Stored
+        segments are those of the old weights, and new ones would be stored as if they were."""
+        self._rests = True
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        if self._under_way is not None:
+            job, steps = self._under_way
+            steps.close()
+            self._under_way = None
+            self._waiting.appendleft(job)
+        while self._waiting:
+            job = self._waiting.popleft()
+            self._fail(job, "reset")
+            self._over.add(job.req_id)
 
     def advance(self) -> None:
         """Computes as many rows of jobs as one step may have."""
@@ -80,7 +104,8 @@ class Live:
             if self._under_way is None:
                 job = self._waiting.popleft()
                 self._under_way = (job, self._steps(job))
-                self._resume()
+                if not self._resume():
+                    return
             elif self._next > left:
                 return
             else:
@@ -115,15 +140,16 @@ class Live:
     def _steps(self, job: Job) -> Steps[None]:
         asked, blender = job.asked, self._blender
         blender.check_layers(asked.select, asked.check_layers)
-        segments = [asked.tokens[start:end] for start, end in asked.segments]
+        chains = blender.chains_of(asked)
         if job.stores:
-            for length, why in (yield from blender.storing(asked.anchor, segments)):
+            for length, why in (yield from blender.storing(chains)):
                 self._count("segments_stored" if why is None else "segments_not_stored")
                 if why is not None:
-                    logger.warning("a segment of %d tokens was not stored: %s", length, why)
-        if not any(blender.has(asked.anchor, segments)):
+                    self._quiet.warn("not stored", "a segment of %d tokens was not stored: %s", length, why)
+        found = blender.has(chains)
+        if not any(found):
             raise Unusable("missing")
-        mixed = yield from blender.mixing(asked)
+        mixed = yield from blender.mixing(asked, chains, found)
         for state in mixed.states:
             self._count(f"segments_{state}")
         if not mixed.reused:

@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+#: Seconds that `finish` sleeps where the steps wait for a drive.
+WAIT_S = 0.001
 #: Work in pieces: yields how many rows it computes next, before it does; 0 where it waits for
 #: something other than the processor.
 Steps = Generator[int, None, T]
@@ -45,7 +48,8 @@ def finish(steps: Steps[T]) -> T:
     """All of it at once; what it returns."""
     while True:
         try:
-            next(steps)
+            if next(steps) == 0:
+                time.sleep(WAIT_S)
         except StopIteration as over:
             return over.value  # type: ignore[no-any-return]
 

@@ -13,10 +13,12 @@ Invariant: a request whose hashes do not change with its salt is not blended.
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forebay._quiet import Quiet
 from forebay.vllm import extra
 from forebay.vllm.blend import client, separator
 from forebay.vllm.blend.blender import Asked
@@ -46,6 +48,8 @@ SEGMENTS, SELECT, RATIO, THRESHOLD, STORES = (
 #: How many of the first tokens the segments are stored behind; without it all that stand before the
 #: first segment.
 ANCHOR = "forebay.blend_anchor"
+#: Of what is logged of a request that makes no sense.
+MOST_LETTERS = 300
 
 
 @dataclass
@@ -88,6 +92,7 @@ class Planner:
         self._loading: set[str] = set()
         self._jobs: list[Job] = []
         self._counts: Counter[str] = Counter()
+        self._quiet = Quiet(logger)
 
     def takes(self, request: Request) -> bool:
         """Whether a new request is blended; from then on it is this planner's."""
@@ -99,7 +104,8 @@ class Planner:
         except _NotSeparated:
             return self._refused("separator")
         except (client.BlendError, TypeError, ValueError) as error:
-            logger.warning("request %s is computed: %s", request.request_id, error)
+            # Some of these errors have what the client sent in them, whatever its size.
+            self._quiet.warn("invalid", "request %s is computed: %s", request.request_id, str(error)[:MOST_LETTERS])
             return self._refused("invalid")
         covered = asked.covered(self._block)
         if covered == 0:
@@ -126,7 +132,7 @@ class Planner:
         places = self._places(params, tokens)
         select = params.get(SELECT, self._select)
         if not isinstance(select, str):
-            raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
+            raise client.BlendError(f"{SELECT} is {reprlib.repr(select)}: use one of {', '.join(client.SELECTORS)}")
         # Several shares in the settings are for `deviation`; other selectors take the first.
         compares = select == "deviation"
         ratios = client.shares(params.get(RATIO, self._ratios if compares else self._ratios[:1]))
@@ -143,7 +149,7 @@ class Planner:
         if SEGMENTS in params:
             return [(_whole(SEGMENTS, start), _whole(SEGMENTS, end)) for start, end in params[SEGMENTS]]
         if params[BLEND] is not True:
-            raise client.BlendError(f"{BLEND} is {params[BLEND]!r}: use true or false")
+            raise client.BlendError(f"{BLEND} is {reprlib.repr(params[BLEND])}: use true or false")
         if not self._separator:
             raise client.BlendError(f"{BLEND} without {SEGMENTS}: set {separator.KEY}, or say where the segments are")
         if not (places := separator.segments(tokens, self._separator)):
@@ -215,7 +221,7 @@ def defaults(settings: Settings) -> tuple[str, list[float], list[int], list[floa
 
 def _whole(key: str, value: Any) -> int:
     if not isinstance(value, int):
-        raise client.BlendError(f"{key} has {value!r}: give whole numbers of tokens")
+        raise client.BlendError(f"{key} has {reprlib.repr(value)}: give whole numbers of tokens")
     return value
 
 

@@ -84,12 +84,32 @@ def stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
+@dataclass(frozen=True)
+class Chain:
+    """*Anchor, then segment*, hashed."""
+
+    anchor: list[int]
+    segment: list[int]
+    prompt: Any
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of them."""
+        return self.anchor + self.segment
+
+    def __len__(self) -> int:
+        """How many tokens."""
+        return len(self.anchor) + len(self.segment)
+
+
 class Segments:
     """The stored segments of one model. `anchor` are the tokens that a segment is stored behind."""
 
-    def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary]) -> None:
-        """`engine` was opened with a geometry of `geometry`."""
+    def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary], load_timeout_ms: int) -> None:
+        """`engine` was opened with a geometry of `geometry`; a load that takes longer than
+        `load_timeout_ms` has failed."""
         self._engine, self._of, self._rotary = engine, of, rotary
+        self._load_timeout_ms = load_timeout_ms
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
 
     @staticmethod
@@ -110,47 +130,55 @@ class Segments:
             tp=tp,
         )
 
-    def has(self, anchor: list[int], segment: list[int]) -> bool:
+    def chains(self, anchor: list[int], segments: list[list[int]]) -> list[Chain]:
+        """The segments behind their anchor, which is hashed once for all of them."""
+        base = self._engine.prompt(anchor)
+        return [Chain(anchor, segment, base.extended(segment)) for segment in segments]
+
+    def has(self, chain: Chain) -> bool:
         """Whether all of a segment is stored; false too where the lookup fails."""
-        chain = anchor + segment
         try:
-            return bool(self._engine.lookup(chain) == len(chain))
+            return bool(self._engine.lookup(chain.prompt) == len(chain))
         except Exception:
-            logger.exception("a segment of %d tokens could not be looked up", len(segment))
+            logger.exception("a segment of %d tokens could not be looked up", len(chain.segment))
             return False
 
-    def store(self, anchor: list[int], segment: list[int], rows: Rows) -> str | None:
-        """Stores a segment from the rows of *anchor, then segment*; why not, where it is not
-        stored."""
-        chain = anchor + segment
+    def store(self, chain: Chain, rows: Rows) -> Future[str | None]:
+        """Begins to store a segment from the rows of *anchor, then segment*, which stay as they are
+        until it is over. The future says why it was not stored, None where it was. It raises
+        nothing."""
+        return self._threads.submit(self._store, chain, rows, stream(rows.device))
+
+    def _store(self, chain: Chain, rows: Rows, after: int | None) -> str | None:
         try:
-            slots = list(range(len(chain)))
+            # Without a time limit: each of its requests to the drive has one.
             result = self._engine.store(
-                chain, rows.paged, slots, stream=stream(rows.device), layout="PBTHD", save_unfull=True, wait_for_staging=True
+                chain.prompt, rows.paged, list(range(len(chain))), stream=after, layout="PBTHD", save_unfull=True, wait_for_staging=True
             ).wait()
         except Exception as error:  # noqa: BLE001 - the cache is at fault, and the request is computed
             return f"{type(error).__name__}: {error}"
-        return None if self.has(anchor, segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
+        return None if self.has(chain) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
 
-    def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Future[bool]:
+    def begin(self, chain: Chain, rows: Rows, start: int, with_anchor: bool) -> Future[bool]:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
         where that is wanted. The future says whether all of it arrived as it was stored; its keys
         are turned to their places then. It raises nothing."""
         # The caller's stream, not the loading thread's: earlier work in that stream may still use
         # the memory of the rows.
-        return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor, stream(rows.device))
+        return self._threads.submit(self._load, chain, rows, start, with_anchor, stream(rows.device))
 
-    def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
+    def _load(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
         try:
-            return self._loaded(anchor, segment, rows, start, with_anchor, after)
+            return self._loaded(chain, rows, start, with_anchor, after)
         except Exception:
-            logger.exception("a segment of %d tokens could not be loaded", len(segment))
+            logger.exception("a segment of %d tokens could not be loaded", len(chain.segment))
             return False
 
-    def _loaded(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
-        behind, chain, end = len(anchor), anchor + segment, start + len(segment)
+    def _loaded(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
+        behind, end = len(chain.anchor), start + len(chain.segment)
         first = list(range(behind)) if with_anchor else [-1] * behind
-        load = self._engine.load(chain, rows.paged, first + list(range(start, end)), stream=after, layout="PBTHD")
+        slots = first + list(range(start, end))
+        load = self._engine.load(chain.prompt, rows.paged, slots, stream=after, timeout_ms=self._load_timeout_ms, layout="PBTHD")
         if load.wait().tokens != len(chain):
             return False
         for rotary in self._rotary:

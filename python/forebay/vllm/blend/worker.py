@@ -34,7 +34,6 @@ class BlendWorker:
 
     model_runner: Any
     forebay_blender: Any
-    forebay_anchor: list[int]
 
     def __new__(cls, *_: Any, **__: Any) -> BlendWorker:
         """Remembers the worker: an extension's own methods are called by nobody when vLLM
@@ -43,23 +42,22 @@ class BlendWorker:
         _made.add(made)
         return made
 
-    def forebay_blend_open(self, anchor: list[int]) -> dict[str, Any]:
-        """Makes the blender; a second call replaces it."""
+    def forebay_blend_open(self) -> dict[str, Any]:
+        """Makes the blender; once it is there, another call does nothing."""
 
         def opened() -> None:
             from forebay.vllm.blend.blender import Blender, running_connector
             from forebay.vllm.blend.ranks import Ranks
 
-            if (before := getattr(self, "forebay_blender", None)) is not None:
-                self.forebay_blender = None
-                before.close()
+            if getattr(self, "forebay_blender", None) is not None:
+                return
             made, why = _made_or_why(lambda: Blender(self.model_runner, running_connector()))
             # All of them or none: what they do next they do together.
             if Ranks().all([made is not None]) == [False]:
                 if made is not None:
                     made.close()
                 raise why or ValueError("another worker cannot blend; its log says why")
-            self.forebay_blender, self.forebay_anchor = made, anchor
+            self.forebay_blender = made
 
         return _answer(opened)
 
@@ -73,16 +71,17 @@ class BlendWorker:
 
         return _answer(together)
 
-    def forebay_blend_store(self, segment: list[int]) -> dict[str, Any]:
+    def forebay_blend_store(self, anchor: list[int], segment: list[int]) -> dict[str, Any]:
         """`Blend.store`."""
-        return self._blending(lambda: self.forebay_blender.store(self.forebay_anchor, segment))
+        return self._blending(lambda: self.forebay_blender.store(anchor, segment))
 
-    def forebay_blend_has(self, segment: list[int]) -> dict[str, Any]:
+    def forebay_blend_has(self, anchor: list[int], segment: list[int]) -> dict[str, Any]:
         """`Blend.has`."""
-        return self._blending(lambda: self.forebay_blender.has(self.forebay_anchor, [segment])[0])
+        return self._blending(lambda: self.forebay_blender.has(self.forebay_blender.chains(anchor, [segment]))[0])
 
     def forebay_blend_prompt(
         self,
+        anchor: list[int],
         tokens: list[int],
         segments: list[tuple[int, int]],
         select: str | list[int],
@@ -97,7 +96,7 @@ class BlendWorker:
             from forebay.vllm.blend.blender import Asked
 
             places = [(start, end) for start, end in segments]
-            asked = Asked(tokens, places, select, ratios, check_layers, self.forebay_anchor, thresholds)
+            asked = Asked(tokens, places, select, ratios, check_layers, anchor, thresholds)
             return self.forebay_blender.blend_and_store(asked, salt)  # type: ignore[no-any-return]
 
         return self._blending(blended)
