@@ -93,6 +93,7 @@ pub mod geometry;
 pub mod key;
 pub mod objects;
 pub mod paged;
+mod process;
 
 internals!(mod format);
 internals!(mod index);

@@ -17,6 +17,7 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
     ("key", &["geometry"]),
     ("format", &["key", "geometry"]),
     ("index", &["format", "key", "geometry"]),
+    ("process", &[]),
     ("io", &[]),
     ("paged", &["geometry"]),
     ("device", &["io", "paged", "geometry", "config", "format"]),
@@ -31,7 +32,7 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
     ),
     ("connector", &["engine", "device", "paged", "key", "geometry", "config"]),
 ];
-const LEAVES: &[&str] = &["error", "metrics", "Error", "ErrorKind", "Result"];
+const LEAVES: &[&str] = &["error", "metrics", "process", "Error", "ErrorKind", "Result"];
 const MAY_BE_UNSAFE: &[&str] =
     &["src/io/", "src/device/", "src/index/", "cufile-sys/", "python/", "tests/standin-", "benches/gpu-hook/"];
 const MAY_KNOW_CUDA: &[&str] =

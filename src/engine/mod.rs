@@ -11,7 +11,7 @@
 //!   error).
 //! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an
 //!   operator's command that failed.
-//! - A forked child gets [`ErrorKind::Forked`] from every call that returns a [`Result`], and
+//! - A forked child gets [`crate::ErrorKind::Forked`] from every call that returns a [`Result`], and
 //!   nothing from others. When it drops the engine, nothing of the parent's is touched.
 //!
 //! The files:
@@ -60,11 +60,12 @@ use std::time::{Duration, Instant};
 
 use crate::config::Settings;
 use crate::device::{Device, HostDevice};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::key::Extra;
 use crate::log::{Clock, DriveFactory, Log, Opening};
 use crate::pipeline::Pipeline;
+use crate::process::ForkGuard;
 use crate::remote::Remote;
 
 mod adapter;
@@ -149,7 +150,7 @@ struct EngineInner {
     opening: Arc<Opening>,
     remote: Option<Arc<Remote>>,
     counters: stats::EngineCounters,
-    pid: u32,
+    forks: ForkGuard,
 }
 
 impl EngineInner {
@@ -170,9 +171,10 @@ impl Engine {
     /// Opens the cache that `settings` name, for `geometry` on `device`.
     ///
     /// # Errors
-    /// Settings that are wrong or contradict each other, staging that cannot be allocated, and,
-    /// with `on_open_failure: fail`, what keeps the cache from being opened. Otherwise such a cache
-    /// is disabled: see [`Engine::is_up`].
+    /// Settings that are wrong or contradict each other, staging that cannot be allocated,
+    /// [`crate::ErrorKind::Forked`] in a process that was forked while a cache was open, and, with
+    /// `on_open_failure: fail`, what keeps the cache from being opened. Otherwise such a cache is
+    /// disabled: see [`Engine::is_up`].
     pub fn open(settings: &Settings, geometry: Geometry, device: Arc<dyn Device>) -> Result<Self> {
         Self::open_with(EngineOptions::new(settings, geometry, device))
     }
@@ -193,23 +195,20 @@ impl Engine {
     pub fn open_with(options: EngineOptions) -> Result<Self> {
         options.settings.validate()?;
         options.settings.require_drives()?;
+        let forks = ForkGuard::begin()?;
         let geometry = open::geometry_of(&options.settings, options.geometry.clone())?;
         let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
         let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
         let remote = open::remote(&options, &geometry)?;
-        let (counters, pid) = (stats::EngineCounters::default(), std::process::id());
-        let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, remote, counters, pid });
+        let counters = stats::EngineCounters::default();
+        let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, remote, counters, forks });
         Ok(Self { inner })
     }
 
     /// Refuses a forked child.
     fn check(&self) -> Result<&EngineInner> {
-        if std::process::id() == self.inner.pid {
-            return Ok(&self.inner);
-        }
-        Err(Error::new(ErrorKind::Forked, "the process was forked after the cache was opened")
-            .advice("open the cache in the child (spawn, do not fork)"))
+        self.inner.forks.check().map(|()| &*self.inner)
     }
 
     /// Whether the cache is open: neither disabled nor closed.
@@ -264,8 +263,8 @@ impl Engine {
     /// gives the cache up.
     ///
     /// # Errors
-    /// [`ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost),
-    /// [`ErrorKind::Forked`].
+    /// [`crate::ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost),
+    /// [`crate::ErrorKind::Forked`].
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = self.check()?;
         inner.opening.stop_trying();

@@ -11,6 +11,7 @@ use crate::error::ErrorKind;
 use crate::geometry::{Geometry, LayerSpec};
 use crate::key::Extra;
 use crate::paged::{KvLayout, KvShape, Packing, PagedLayout};
+use crate::process::ForkGuard;
 
 fn kv(geometry: &Geometry) -> Arc<PagedKv> {
     let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Split, block_tokens: 4, num_blocks: 16 };
@@ -32,7 +33,7 @@ fn a_forked_child_gets_errors_and_drops_nothing() {
     while Arc::get_mut(&mut engine.inner).is_none() {
         std::thread::yield_now();
     }
-    Arc::get_mut(&mut engine.inner).unwrap().pid ^= 1;
+    Arc::get_mut(&mut engine.inner).unwrap().forks = ForkGuard::of_another_process();
     let kv = kv(engine.geometry());
     let prompt = engine.prompt(&[1; 32], &Extra::default());
     let kinds = [

@@ -84,6 +84,7 @@ use crate::device::HostMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, object_key};
 use crate::log::Log;
+use crate::process::ForkGuard;
 
 /// How long dropping a store may take to close it.
 const DROP_PATIENCE: Duration = Duration::from_secs(5);
@@ -102,7 +103,7 @@ pub fn object_digest(key: &[u8]) -> [u8; 32] {
 pub struct ObjectStore {
     core: Arc<Core>,
     completions: Arc<Completions>,
-    pid: u32,
+    forks: ForkGuard,
 }
 
 impl ObjectStore {
@@ -111,9 +112,10 @@ impl ObjectStore {
     /// (serialisation, layout, model) belongs in it.
     ///
     /// # Errors
-    /// Settings that are wrong, staging that cannot be allocated, and, with `on_open_failure:
-    /// fail`, what keeps the cache from being opened. Otherwise such a store is disabled (see
-    /// [`is_up`](Self::is_up)), and opening is tried again.
+    /// Settings that are wrong, staging that cannot be allocated, [`ErrorKind::Forked`] in a process
+    /// that was forked while a cache was open, and, with `on_open_failure: fail`, what keeps the
+    /// cache from being opened. Otherwise such a store is disabled (see [`is_up`](Self::is_up)),
+    /// and opening is tried again.
     pub fn open(settings: &Settings, namespace: &str) -> Result<Self> {
         Self::open_with(ObjectOptions::new(settings, namespace))
     }
@@ -123,17 +125,14 @@ impl ObjectStore {
     /// # Errors
     /// As [`ObjectStore::open`].
     pub fn open_with(options: ObjectOptions) -> Result<Self> {
+        let forks = ForkGuard::begin()?;
         let completions = Arc::new(Completions::new(options.max_pending_keys)?);
-        Ok(Self { core: open::core(options)?, completions, pid: std::process::id() })
+        Ok(Self { core: open::core(options)?, completions, forks })
     }
 
     /// Refuses a forked child.
     fn check(&self) -> Result<()> {
-        if std::process::id() == self.pid {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::Forked, "the process was forked after the object store was opened")
-            .advice("open the store in the child (spawn, do not fork)"))
+        self.forks.check()
     }
 
     /// Begins a batch: `start` gets the items that the queue has room for, each with the [`Ticket`]

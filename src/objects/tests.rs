@@ -4,12 +4,13 @@ use super::*;
 use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
 use crate::key::{ChunkKey, object_key};
+use crate::process::ForkGuard;
 
 #[test]
 fn a_forked_child_gets_errors_and_drops_nothing() {
     let settings = Settings::at("/no/such/place/at/all");
     let mut store = ObjectStore::open(&settings, "n").unwrap();
-    store.pid ^= 1;
+    store.forks = ForkGuard::of_another_process();
     let kinds = [
         store.submit_put(Vec::new(), PutOptions::default()).unwrap_err().kind(),
         store.submit_get(Vec::new()).unwrap_err().kind(),

@@ -23,6 +23,7 @@ use super::{
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, MemorySpace};
+use crate::process::ForkGuard;
 
 mod copy;
 mod crc;
@@ -40,6 +41,7 @@ const GATHER_TURN: u32 = 8;
 pub struct HostDevice {
     shared: Arc<HostShared>,
     workers: Mutex<Vec<JoinHandle<()>>>,
+    _forks: ForkGuard,
 }
 
 #[derive(Default)]
@@ -80,11 +82,12 @@ impl HostDevice {
     /// Starts so many worker threads; 0 stands for the smaller of 4 and the number of cores.
     ///
     /// # Errors
-    /// What the operating system says of a new thread.
+    /// [`ErrorKind::Forked`] in a process that was forked while a cache was open; what the operating
+    /// system says of a new thread.
     pub fn new(workers: usize) -> Result<Arc<Self>> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let workers = if workers == 0 { cores.min(4) } else { workers };
-        let device = Self { shared: Arc::default(), workers: Mutex::default() };
+        let device = Self { shared: Arc::default(), workers: Mutex::default(), _forks: ForkGuard::begin()? };
         for i in 0..workers {
             let shared = Arc::clone(&device.shared);
             let handle = thread::Builder::new()
