@@ -36,7 +36,7 @@ impl ForkGuard {
         match GUARDS.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more) {
             Ok(_) => Ok(Self(me)),
             Err(_) => Err(Error::new(ErrorKind::Forked, "the process was forked while a cache was open")
-                .advice("start processes with spawn, or open the first cache after the fork")),
+                .advice("start processes with spawn; or close and drop all caches before the fork")),
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::EngineOptions;
 use crate::config::{Codec, Cufile, Settings};
 use crate::device::{self, Device, StagingOptions, StagingPool};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::{Geometry, opaque_multiple};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace, Mover};
@@ -127,12 +127,6 @@ pub(super) fn remote(options: &EngineOptions, geometry: &Geometry) -> Result<Opt
     let Some(mut of) = RemoteOptions::of_settings(&options.settings) else { return Ok(None) };
     if let Some(env) = &options.remote_env {
         of.env.clone_from(env);
-    }
-    let chunk = SlotLayout::of_chunk(geometry, geometry.chunk_tokens).slot_bytes;
-    if of.staging < 2 * chunk {
-        let why = format!("remote_staging: {} bytes are too few, a chunk takes {chunk}", of.staging);
-        let advice = "give at least twice as much: half is for uploads, half for fetches";
-        return Err(Error::new(ErrorKind::Config, why).advice(advice));
     }
     Remote::open(&of, geometry).map(Some)
 }

@@ -67,9 +67,13 @@ impl StagingClass {
     }
 }
 
-/// Batches are not planned while more jobs than this wait for staging on every drive: each holds a
-/// lease or a place in a segment. One drive that hangs does not keep batches from the others.
+/// Batches are not planned while more jobs than this wait for staging on drives that answer: each
+/// holds a lease or a place in a segment. A drive that hangs does not keep batches from the others.
 const MANY: usize = 4096;
+/// Nor are they while so many wait on all drives.
+const MOST: usize = 16 * MANY;
+/// A drive does not answer where none of the jobs that wait for it was started for so long.
+const ANSWERS: Duration = Duration::from_secs(1);
 
 /// The jobs of one drive and one direction.
 #[derive(Default)]
@@ -155,11 +159,16 @@ impl WorkState {
         queues.get_mut(drive.min(last))
     }
 
-    /// Jobs that wait for staging on the drive where the fewest do.
-    fn fewest_staged(&self) -> usize {
-        let [loads, stores] = &self.drives;
-        let staged = |queue: &DriveQueue| queue.jobs.len() + queue.opens.len();
-        loads.iter().zip(stores).map(|(loads, stores)| staged(loads) + staged(stores)).min().unwrap_or_default()
+    /// Whether a batch may be planned.
+    fn may_begin(&self, now: Instant) -> bool {
+        let (mut answering, mut all) = (0, 0);
+        for queue in self.drives.iter().flatten() {
+            let jobs = queue.jobs.len() + queue.opens.len();
+            let answers = queue.moved.is_some_and(|at| now.saturating_duration_since(at) < ANSWERS);
+            all += jobs;
+            answering += if answers { jobs } else { 0 };
+        }
+        answering < MANY && all < MOST
     }
 
     fn take_staged(&mut self) -> Vec<Staged> {
@@ -371,13 +380,15 @@ impl Workers {
             if let Some(next) = order.into_iter().find_map(|way| self.start_any(&mut state, way, now)) {
                 return next;
             }
-            if state.fewest_staged() < MANY
+            if state.may_begin(now)
                 && let Some(job) = state.begins.pop_front()
             {
                 return NextJob::Run(job);
             }
             let stalls = state.drives.iter().flatten().filter_map(|queue| queue.stalls_at(now, self.patience));
-            match state.later.iter().map(|(when, _)| *when).chain(stalls).min() {
+            // By then a drive may not answer any more.
+            let look = (!state.begins.is_empty()).then(|| now + ANSWERS);
+            match state.later.iter().map(|(when, _)| *when).chain(stalls).chain(look).min() {
                 Some(until) => drop(self.changed.wait_until(&mut state, until)),
                 None => self.changed.wait(&mut state),
             }

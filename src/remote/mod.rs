@@ -52,6 +52,7 @@ pub use store::{RemoteObject, RemoteStore, RemoteTrial};
 
 use crate::config::{Mode, Settings};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
 use crate::geometry::Geometry;
 use crate::key::ChunkKey;
 use crate::log::Log;
@@ -172,6 +173,11 @@ impl Remote {
     /// system says of the thread.
     pub fn open(options: &RemoteOptions, geometry: &Geometry) -> Result<Arc<Self>> {
         let place = (geometry.fingerprint().dir_name(), geometry.shard_dir_name());
+        let chunk_bytes = SlotLayout::of_chunk(geometry, geometry.chunk_tokens).slot_bytes;
+        if options.staging < 2 * chunk_bytes {
+            let remote_staging = options.staging;
+            tracing::warn!(remote_staging, chunk_bytes, "remote_staging is less than two chunks: it is exceeded; raise it");
+        }
         Self::start(options, place, Some(geometry.to_json()))
     }
 

@@ -33,6 +33,7 @@ use super::{Device, GatherJob, KvMemory, PagedKv, RopeShift, ScatterJob};
 use crate::config::Numa;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{MemorySpace, Mover};
+use crate::process::ForkGuard;
 
 mod batch;
 mod coded;
@@ -109,6 +110,7 @@ pub struct CudaDevice {
     max_ctas: u32,
     info: GpuInfo,
     context: Arc<Context>,
+    _forks: ForkGuard,
 }
 
 impl CudaDevice {
@@ -116,8 +118,10 @@ impl CudaDevice {
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] without a driver, with one that is too old, or without a GPU;
-    /// [`ErrorKind::InvalidInput`] for a GPU that is not there; what the driver says otherwise.
+    /// [`ErrorKind::InvalidInput`] for a GPU that is not there; [`ErrorKind::Forked`] in a process
+    /// that was forked while a cache was open; what the driver says otherwise.
     pub fn open(options: &CudaOptions) -> Result<Arc<Self>> {
+        let forks = ForkGuard::begin()?;
         let context = Context::open(options.ordinal)?;
         let _entered = context.enter()?;
         let info = info::gpu(options.ordinal)?;
@@ -135,7 +139,7 @@ impl CudaDevice {
         let stream = Mutex::new(Bench { stream: OwnStream::new(&context)?, slot: None });
         let tools = Arc::new(Tools { context: Arc::clone(&context), events, stream });
         let (max_ctas, context) = (options.max_ctas, Arc::clone(&context));
-        Ok(Arc::new(Self { scatters, gathers, mover, tools, kernels, max_ctas, info, context }))
+        Ok(Arc::new(Self { scatters, gathers, mover, tools, kernels, max_ctas, info, context, _forks: forks }))
     }
 
     /// What the GPU is.

@@ -229,14 +229,11 @@ impl LoadInner {
             Some(e) => Some(Err(e)),
         };
         let bad = scattered.and_then(|outcome| self.judge(&step, &wanted, outcome, header));
-        let (bad, reported) = match bad.map(|cause| self.report(step.chunk, cause)) {
-            Some((cause, reported)) => (Some(cause), reported),
-            None => (None, false),
-        };
+        let bad = bad.and_then(|cause| self.report(step.chunk, cause));
         self.update(|state| {
-            state.end_report(reported);
             state.end_scatter(&step);
-            if let Some(cause) = bad {
+            if let Some((cause, reported)) = bad {
+                state.end_report(reported);
                 state.fail(step.chunk, cause);
             }
             if step.in_memory {
@@ -325,7 +322,7 @@ impl LoadInner {
 
     /// Fails a chunk: see [`LoadState::fail`].
     pub(super) fn fail(self: &Arc<Self>, chunk: usize, cause: MissCause) {
-        let (cause, reported) = self.report(chunk, cause);
+        let Some((cause, reported)) = self.report(chunk, cause) else { return };
         self.update(|state| {
             state.end_report(reported);
             state.fail(chunk, cause);
@@ -334,13 +331,13 @@ impl LoadInner {
 
     /// Reports a bad chunk to the log before the caller can learn of it: a store that follows must
     /// not find the chunk there. A chunk that has failed already is not reported again. Returns the
-    /// cause to count, and whether a report was begun, to be given to [`LoadState::end_report`].
-    fn report(&self, chunk: usize, cause: MissCause) -> (MissCause, bool) {
+    /// cause to count, and whether a report was begun, to be given to [`LoadState::end_report`];
+    /// `None` where another step's report is under way, which decides about the chunk.
+    fn report(&self, chunk: usize, cause: MissCause) -> Option<(MissCause, bool)> {
         let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
-        match source.filter(|_| self.state.lock().begin_report(chunk)) {
-            Some(source) => (source.report_bad(cause), true),
-            None => (cause, false),
-        }
+        let Some(source) = source else { return Some((cause, false)) };
+        let begun = self.state.lock().begin_report(chunk)?;
+        Some(if begun { (source.report_bad(cause), true) } else { (cause, false) })
     }
 
     /// Ends the whole load. Its memory may be written until [`LoadInner::seal`] has returned. The

@@ -90,6 +90,8 @@ struct LoadChunkState {
     blocks: Vec<u32>,
     /// Why it was set aside, if it was.
     damage: Option<MissCause>,
+    /// It has been reported as bad, or is being reported.
+    is_reported: bool,
     memory: ChunkMemory,
     /// It was in the memory tier when the load began.
     from_memory: bool,
@@ -517,12 +519,19 @@ impl LoadState {
     }
 
     /// Whether a chunk that turned out bad is still to be reported. If so, no layer becomes ready
-    /// until [`LoadState::end_report`].
-    pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
-        let is_first = !self.finished && self.is_alive(chunk);
-        self.reporting += usize::from(is_first);
-        self.reported |= is_first;
-        is_first
+    /// until [`LoadState::end_report`]. `None` where it is being reported: that decides about it, as
+    /// another report would not find the chunk any more.
+    pub(super) fn begin_report(&mut self, chunk: usize) -> Option<bool> {
+        if self.finished || !self.is_alive(chunk) {
+            return Some(false);
+        }
+        let of = self.chunks.get_mut(chunk)?;
+        if std::mem::replace(&mut of.is_reported, true) {
+            return None;
+        }
+        self.reporting += 1;
+        self.reported = true;
+        Some(true)
     }
 
     /// Whether a failed read is to be reported although its load or chunk was given up before it
@@ -707,6 +716,7 @@ impl LoadChunkState {
             scattering: 0,
             blocks,
             damage: None,
+            is_reported: false,
             from_memory: matches!(memory, ChunkMemory::Hit(_)),
             memory,
             framed: 0,

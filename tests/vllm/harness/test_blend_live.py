@@ -170,10 +170,10 @@ def test_segments_are_hashed_behind_their_anchor_and_given_up_in_time() -> None:
 
     engine = SimpleNamespace(prompt=Prompt, load=load, lookup=lambda prompt: calls.append(prompt) or 15, close=lambda: None)
     of = Dimensions(1, 1, 4, torch.float32)
-    segments = Segments(engine, of, [], 1234)
+    segments = Segments(engine, of, [])
     first, second = segments.chains(list(range(10)), [[1] * 5, [2] * 7])
     assert (segments.has(first), segments.has(second)) == (True, False)
-    assert not segments.begin(first, Rows(of, 20, torch.device("cpu")), 10, False).result()
+    assert not segments.begin(first, Rows(of, 20, torch.device("cpu")), 10, False, 1234).result()
     assert calls == [10, "10 and 5", "10 and 7", ("10 and 5", 1234)]
     segments.close()
 

@@ -100,7 +100,9 @@ class Blender:
         self.ranks = Ranks()
         made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of, (self.ranks.rank, self.ranks.count))
         engine = forebay.Engine(self._connector.settings.engine, made, device=self._nested.device)
-        self._segments = Segments(engine, self._of, rotary, self._connector.settings.resolved["load_timeout_ms"])
+        self._segments = Segments(engine, self._of, rotary)
+        #: How long a server's request waits for a segment.
+        self.limit_ms: int = self._connector.settings.resolved["load_timeout_ms"]
         self._quiet = Quiet(logger)
 
     def close(self) -> None:
@@ -204,10 +206,11 @@ class Blender:
     def mix(self, asked: Asked) -> Mixed:
         """Loads the prompt's segments into the scratch memory; holes are not computed yet."""
         chains = self.chains_of(asked)
-        return finish(self.mixing(asked, chains, self.has(chains)))
+        return finish(self.mixing(asked, chains, self.has(chains), None))
 
-    def mixing(self, asked: Asked, chains: list[Chain], found: list[bool]) -> Steps[Mixed]:
-        """`mix` in steps, of segments of which `found` are stored."""
+    def mixing(self, asked: Asked, chains: list[Chain], found: list[bool], limit_ms: int | None) -> Steps[Mixed]:
+        """`mix` in steps, of segments of which `found` are stored. A segment that is not loaded
+        within `limit_ms` is computed."""
         import torch
 
         self._begin(asked.tokens)
@@ -217,7 +220,7 @@ class Blender:
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
         loads: list[tuple[Future[bool] | None, bool]] = []
         for (start, _), chain, there in zip(asked.segments, chains, found, strict=True):
-            begun = self._segments.begin(chain, mixed.rows, start, wants_anchor) if there else None
+            begun = self._segments.begin(chain, mixed.rows, start, wants_anchor, limit_ms) if there else None
             loads.append((begun, there and wants_anchor))
             wants_anchor = wants_anchor and not there
         try:

@@ -149,7 +149,7 @@ class Live:
         found = blender.has(chains)
         if not any(found):
             raise Unusable("missing")
-        mixed = yield from blender.mixing(asked, chains, found)
+        mixed = yield from blender.mixing(asked, chains, found, blender.limit_ms)
         for state in mixed.states:
             self._count(f"segments_{state}")
         if not mixed.reused:

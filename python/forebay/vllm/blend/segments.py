@@ -105,11 +105,10 @@ class Chain:
 class Segments:
     """The stored segments of one model. `anchor` are the tokens that a segment is stored behind."""
 
-    def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary], load_timeout_ms: int) -> None:
+    def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary]) -> None:
         """`engine` was opened with a geometry of `geometry`; a load that takes longer than
         `load_timeout_ms` has failed."""
         self._engine, self._of, self._rotary = engine, of, rotary
-        self._load_timeout_ms = load_timeout_ms
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
 
     @staticmethod
@@ -159,26 +158,26 @@ class Segments:
             return f"{type(error).__name__}: {error}"
         return None if self.has(chain) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
 
-    def begin(self, chain: Chain, rows: Rows, start: int, with_anchor: bool) -> Future[bool]:
+    def begin(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, limit_ms: int | None) -> Future[bool]:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
         where that is wanted. The future says whether all of it arrived as it was stored; its keys
         are turned to their places then. It raises nothing."""
         # The caller's stream, not the loading thread's: earlier work in that stream may still use
         # the memory of the rows.
-        return self._threads.submit(self._load, chain, rows, start, with_anchor, stream(rows.device))
+        return self._threads.submit(self._load, chain, rows, start, with_anchor, stream(rows.device), limit_ms)
 
-    def _load(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
+    def _load(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None, limit_ms: int | None) -> bool:
         try:
-            return self._loaded(chain, rows, start, with_anchor, after)
+            return self._loaded(chain, rows, start, with_anchor, after, limit_ms)
         except Exception:
             logger.exception("a segment of %d tokens could not be loaded", len(chain.segment))
             return False
 
-    def _loaded(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
+    def _loaded(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None, limit_ms: int | None) -> bool:
         behind, end = len(chain.anchor), start + len(chain.segment)
         first = list(range(behind)) if with_anchor else [-1] * behind
         slots = first + list(range(start, end))
-        load = self._engine.load(chain.prompt, rows.paged, slots, stream=after, timeout_ms=self._load_timeout_ms, layout="PBTHD")
+        load = self._engine.load(chain.prompt, rows.paged, slots, stream=after, timeout_ms=limit_ms, layout="PBTHD")
         if load.wait().tokens != len(chain):
             return False
         for rotary in self._rotary:
