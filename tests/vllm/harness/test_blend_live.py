@@ -83,7 +83,7 @@ def live(drive: Drive) -> Any:
     def opened(self: Any, *_: Any) -> None:
         self._nested, self._connector, self._segments, self.ranks = nested, SimpleNamespace(block_tokens=BLOCK), drive, Others()
         self._of = Dimensions(2, 1, 4, torch.float32)
-        self._quiet = SimpleNamespace(warn=lambda *_: None)
+        self._quiet, self.limit_ms = SimpleNamespace(warn=lambda *_: None), 2000
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Blender, "__init__", opened)
