@@ -53,7 +53,7 @@ impl DType {
     }
 }
 
-/// The smallest number of tokens that fills whole blocks of all these lengths; at least 1.
+/// The least common multiple of these lengths of blocks, without zeros; at least 1.
 #[must_use]
 pub fn block_multiple(block_tokens: &[u32]) -> u32 {
     let gcd = |mut a: u64, mut b: u64| {
@@ -67,7 +67,7 @@ pub fn block_multiple(block_tokens: &[u32]) -> u32 {
     u32::try_from(lcm).unwrap_or(u32::MAX)
 }
 
-/// The smallest number of tokens that is whole blocks of every opaque layer; at least 1.
+/// The least number of tokens that is whole blocks of every opaque layer; at least 1.
 #[must_use]
 pub fn opaque_multiple(layers: &[LayerSpec]) -> u32 {
     let block = |layer: &LayerSpec| match layer.kind {

@@ -1,6 +1,7 @@
-//! Whether a forked child may begin: locks that a thread of its parent held at the fork stay locked
-//! in it for ever, the tables of the whole process in which threads wait for locks among them. So a
-//! child of a process with threads of ours is refused, instead of hanging now and then.
+//! Which process may open a cache. A forked child has the locks that its parent's threads held at
+//! the fork, and no thread that unlocks them. Among them are those of the table in which all
+//! threads of a process wait for locks (parking_lot's), so that a cache which the child opens itself
+//! hangs now and then. It gets an error instead.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

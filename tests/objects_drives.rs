@@ -25,6 +25,15 @@ fn two_drives(a: &std::path::Path, b: &std::path::Path, placement: Placement) ->
     s
 }
 
+/// The objects that lie on the drive `a`, and the others.
+fn by_drive<'a>(store: &ObjectStore, names: &'a [String], a: &std::path::Path) -> (Vec<&'a str>, Vec<&'a str>) {
+    let is_on_a = |name: &&str| {
+        let chunk = store.log().unwrap().locate(&object_key(name.as_bytes()), LONG).unwrap();
+        chunk.file.path().starts_with(a)
+    };
+    names.iter().map(String::as_str).partition(is_on_a)
+}
+
 #[test]
 fn a_key_has_one_value_over_several_drives() {
     for placement in [Placement::Chain, Placement::Stripe] {
@@ -86,11 +95,7 @@ fn a_drive_that_hangs_leaves_staging_for_the_others() {
     let store = ObjectStore::open_with(options).unwrap();
     let names: Vec<String> = (0..60).map(|n| format!("{n}")).collect();
     assert!(put(&store, names.iter().map(|name| object(name, 1, 400_000)).collect()).all_ok());
-    let is_on_a = |name: &&str| {
-        let chunk = store.log().unwrap().locate(&object_key(name.as_bytes()), LONG).unwrap();
-        chunk.file.path().starts_with(a.path())
-    };
-    let (on_a, on_b): (Vec<&str>, Vec<&str>) = names.iter().map(String::as_str).partition(is_on_a);
+    let (on_a, on_b) = by_drive(&store, &names, a.path());
     hung.store(true, Ordering::SeqCst);
     let (of_b, of_a) = std::thread::scope(|scope| {
         let of_a = scope.spawn(|| get(&store, &on_a, 400_000));
@@ -127,11 +132,7 @@ fn thousands_of_reads_that_wait_for_a_hung_drive_keep_no_batch_from_the_other() 
     let store = ObjectStore::open_with(options).unwrap();
     let names: Vec<String> = (0..10_000).map(|n| format!("{n}")).collect();
     assert!(put(&store, names.iter().map(|name| object(name, 1, 100)).collect()).all_ok());
-    let is_on_a = |name: &&str| {
-        let chunk = store.log().unwrap().locate(&object_key(name.as_bytes()), LONG).unwrap();
-        chunk.file.path().starts_with(a.path())
-    };
-    let (on_a, on_b): (Vec<&str>, Vec<&str>) = names.iter().map(String::as_str).partition(is_on_a);
+    let (on_a, on_b) = by_drive(&store, &names, a.path());
     assert!(on_a.len() > 4200, "{} on a", on_a.len());
     hung.store(true, Ordering::SeqCst);
     let target = || ObjectMemory::from_vec(vec![0; 100]).unwrap();

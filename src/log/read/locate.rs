@@ -249,12 +249,12 @@ impl Log {
 
     /// Reports a chunk whose load failed. A corrupt or unreadable chunk is removed, if it still
     /// lies where it was read and this process may write, so that it is stored anew; one that was
-    /// not read in time stays.
-    /// After several errors in a row nothing on the drive is found for a while: a load would only
-    /// wait, and hold staging.
-    /// Returns whether it is the chunk that is bad: during a load without a lease it may have been
-    /// moved or removed. Then what was read is another's, and a read behind the file's new end no
-    /// error of the drive.
+    /// not read in time stays. After several errors in a row nothing on the drive is found for a
+    /// while: a load would only wait, and hold staging.
+    ///
+    /// False where the chunk no longer lies where it was read: without a lease it may have been
+    /// moved or removed during the load. Then what was read is another's, and a read behind the
+    /// file's new end is no error of the drive.
     pub fn report_bad(&self, chunk: &Chunk, why: Bad) -> bool {
         let Some(volume) = self.volumes.get(chunk.drive) else { return true };
         if matches!(why, Bad::TimedOut) {
