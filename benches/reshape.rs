@@ -12,8 +12,7 @@ use std::sync::{Arc, mpsc};
 
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use forebay::device::{
-    Device, Gate, GatherJob, Gathered, HostDevice, HugePages, PagedKv, Part, ScatterJob, Scattered, StagingOptions,
-    StagingPool,
+    CopyJob, Device, HostDevice, HugePages, KvDirection, PagedKv, Part, StagingOptions, StagingPool,
 };
 use forebay::format::exp4::CodedShape;
 use forebay::format::layout::SlotCodec;
@@ -96,7 +95,7 @@ impl Rig {
         let device = HostDevice::new(1).unwrap();
         let mut rig = Self { device, kv, staging, plans, case, extent };
         // Scatters decode: what they read must have been coded by a gather.
-        rig.gather();
+        rig.copy(KvDirection::OutOfKv);
         rig
     }
 
@@ -112,42 +111,12 @@ impl Rig {
         }]
     }
 
-    fn scatter(&mut self) {
+    fn copy(&mut self, direction: KvDirection) {
         let (tx, rx) = mpsc::channel();
-        let gate = Arc::new(Gate::new());
         for (job, staging) in std::mem::take(&mut self.staging).into_iter().enumerate() {
-            let (tx, kv, gate) = (tx.clone(), Arc::clone(&self.kv), Arc::clone(&gate));
-            let done = Box::new(move |s: Scattered| tx.send(s.staging).unwrap());
-            self.device.scatter(ScatterJob {
-                kv,
-                staging,
-                parts: self.parts(job),
-                zeros: false,
-                gate,
-                after: Vec::new(),
-                launched: None,
-                done,
-            });
-        }
-        drop(tx);
-        self.staging = rx.iter().collect();
-    }
-
-    fn gather(&mut self) {
-        let (tx, rx) = mpsc::channel();
-        let gate = Arc::new(Gate::new());
-        for (job, staging) in std::mem::take(&mut self.staging).into_iter().enumerate() {
-            let (tx, kv, gate) = (tx.clone(), Arc::clone(&self.kv), Arc::clone(&gate));
-            let done = Box::new(move |s: Gathered| tx.send(s.staging).unwrap());
-            self.device.gather(GatherJob {
-                kv,
-                staging,
-                parts: self.parts(job),
-                gate,
-                after: Vec::new(),
-                launched: None,
-                done,
-            });
+            let (tx, kv) = (tx.clone(), Arc::clone(&self.kv));
+            let done = move |staging, _| tx.send(staging).unwrap();
+            self.device.copy(CopyJob::new(direction, kv, staging, self.parts(job), done));
         }
         drop(tx);
         self.staging = rx.iter().collect();
@@ -223,9 +192,9 @@ fn reshape(c: &mut Criterion) {
         let mut peer = Peer::new(&case);
         let mut rig = Rig::new(case);
         group.throughput(Throughput::Bytes((JOBS * rig.extent) as u64));
-        group.bench_function("scatter", |b| b.iter(|| rig.scatter()));
+        group.bench_function("scatter", |b| b.iter(|| rig.copy(KvDirection::IntoKv)));
         group.bench_function("scatter-peer", |b| b.iter(|| peer.scatter()));
-        group.bench_function("gather", |b| b.iter(|| rig.gather()));
+        group.bench_function("gather", |b| b.iter(|| rig.copy(KvDirection::OutOfKv)));
         group.bench_function("gather-peer", |b| b.iter(|| peer.gather()));
         group.finish();
     }

@@ -164,7 +164,7 @@ fn a_launch_that_failed_ends_its_job_when_the_stream_has_come_to_the_fence() {
     until("the launch", || world.lib.get("cuLaunchKernel") > launches);
     // Work submitted before the launch waits for the fence, and will still use the job's memory.
     world.lib.settle();
-    assert!(job.done.try_recv().is_err() && world.device.jobs() == 1);
+    assert!(job.done.try_recv().is_err());
     stream.release();
     let done = job.end();
     assert!(done.error.is_some() && job.launched.try_recv().is_err() && rig.dump() == before);

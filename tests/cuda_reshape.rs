@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use forebay::device::cuda::CudaOptions;
-use forebay::device::{Device, FloatKind, HostDevice, HostMemory, PagedKv, RopeTable};
+use forebay::device::{CopyJob, Device, FloatKind, HostDevice, HostMemory, KvDirection, PagedKv, RopeTable};
 use forebay::io::{AlignedBuf, Buf};
 use proptest::prelude::*;
 
 mod cuda_world;
 
 use cuda_world::paged_world::case;
-use cuda_world::{With, World, noise};
+use cuda_world::{Ended, With, World, noise};
 
 /// Bytes that any case of the generator needs at most.
 const SLOT_BYTES: usize = 8 << 20;
@@ -68,15 +68,9 @@ proptest! {
         let kv = PagedKv::new(memories, rig.cache.layout()).unwrap();
         let host = HostDevice::new(1).unwrap();
         let (tx, rx) = std::sync::mpsc::channel();
-        host.gather(forebay::device::GatherJob {
-            kv,
-            staging: Buf::from(AlignedBuf::zeroed(bytes.max(1)).unwrap()),
-            parts: parts.clone(),
-            gate: Arc::default(),
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |g| tx.send(g).unwrap()),
-        });
+        let staging = Buf::from(AlignedBuf::zeroed(bytes.max(1)).unwrap());
+        let ended = move |staging, outcome| tx.send(Ended::of(staging, outcome)).unwrap();
+        host.copy(CopyJob::new(KvDirection::OutOfKv, kv, staging, parts.clone(), ended));
         let expected = rx.recv().unwrap();
         let done = world.gather(&rig, world.staged(&vec![0xee; bytes]), parts, With::default()).end();
         prop_assert!(done.error.is_none(), "{:?}", done.error);

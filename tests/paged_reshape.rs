@@ -5,8 +5,8 @@
 use std::sync::{Arc, mpsc};
 
 use forebay::device::{
-    Device, Gate, GatherJob, Gathered, HostDevice, HostMemory, HugePages, KvMemory, PagedKv, Part, ScatterJob,
-    Scattered, StagingOptions, StagingPool, decode_exp4,
+    CopyJob, CopyOutcome, Device, HostDevice, HostMemory, HugePages, KvDirection, KvMemory, PagedKv, Part,
+    StagingOptions, StagingPool, decode_exp4,
 };
 use forebay::format::exp4::CodedShape;
 use forebay::format::layout::SlotCodec;
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 
 mod paged_world;
 
-use paged_world::{Cache, Mapping, case, noise};
+use paged_world::{Cache, Ended, Mapping, case, noise};
 
 struct Rig {
     cache: Cache,
@@ -82,34 +82,18 @@ fn staging(bytes: usize) -> Buf {
     StagingPool::new(&options).unwrap().try_take().unwrap()
 }
 
-fn scatter(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Scattered {
-    let (tx, rx) = mpsc::channel();
-    let done = Box::new(move |s| tx.send(s).unwrap());
-    device.scatter(ScatterJob {
-        kv: Arc::clone(kv),
-        staging,
-        parts,
-        zeros: false,
-        gate: Arc::new(Gate::new()),
-        after: Vec::new(),
-        launched: None,
-        done,
-    });
-    rx.recv().unwrap()
+fn scatter(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Ended {
+    copy(KvDirection::IntoKv, device, kv, (staging, parts))
 }
 
-fn gather(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Gathered {
+fn gather(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Ended {
+    copy(KvDirection::OutOfKv, device, kv, (staging, parts))
+}
+
+fn copy(direction: KvDirection, device: &HostDevice, kv: &Arc<PagedKv>, (staging, parts): (Buf, Vec<Part>)) -> Ended {
     let (tx, rx) = mpsc::channel();
-    let done = Box::new(move |s| tx.send(s).unwrap());
-    device.gather(GatherJob {
-        kv: Arc::clone(kv),
-        staging,
-        parts,
-        gate: Arc::new(Gate::new()),
-        after: Vec::new(),
-        launched: None,
-        done,
-    });
+    let done = move |staging, outcome| tx.send(Ended::of(staging, outcome)).unwrap();
+    device.copy(CopyJob::new(direction, Arc::clone(kv), staging, parts, done));
     rx.recv().unwrap()
 }
 
@@ -286,18 +270,9 @@ fn scatters_into_disjoint_slots_run_side_by_side() {
         rig.cache.moves(0, &slots, 8, |from, m, to, len| {
             expected[m][to..to + len].copy_from_slice(&staging.as_slice()[8 + from..][..len]);
         });
-        let (tx, gate) = (tx.clone(), Arc::new(Gate::new()));
-        let done = Box::new(move |s: Scattered| tx.send(s.error.is_none()).unwrap());
-        device.scatter(ScatterJob {
-            kv: Arc::clone(&rig.kv),
-            staging,
-            parts,
-            zeros: false,
-            gate,
-            after: Vec::new(),
-            launched: None,
-            done,
-        });
+        let tx = tx.clone();
+        let done = move |_, outcome: forebay::Result<CopyOutcome>| tx.send(outcome.is_ok()).unwrap();
+        device.copy(CopyJob::new(KvDirection::IntoKv, Arc::clone(&rig.kv), staging, parts, done));
     }
     drop(tx);
     assert_eq!(rx.iter().filter(|ok| *ok).count(), 16);

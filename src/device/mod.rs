@@ -55,7 +55,7 @@ internals!(use fence::{Fence, Point, add_fence});
 internals!(use frame::{Frame, FrameFill});
 internals!(use host::{CodecKernels, decode_exp4, decode_tiles, encode_exp4, encode_tiles});
 internals!(use gate::{Gate, GateGuard, OwnedGuard});
-internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
+internals!(use job::{CopyJob, CopyOutcome, KvDirection, Launched, Part});
 internals!(use region::{HostRegion, RegionOptions});
 internals!(use rope::RopeShift);
 internals!(use shared::SharedRegion);
@@ -69,13 +69,9 @@ pub trait Device: Send + Sync {
     /// Where the paged memory lies that this device works on.
     fn place(&self) -> MemorySpace;
 
-    /// Moves extents into paged KV. Scatters run before gathers.
+    /// Moves extents into paged KV, or out of it. Scatters run before gathers.
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
-    fn scatter(&self, job: ScatterJob);
-
-    /// Moves tokens out of paged KV.
-    #[cfg_attr(not(feature = "internals"), doc(hidden))]
-    fn gather(&self, job: GatherJob);
+    fn copy(&self, job: CopyJob);
 
     /// Rotates attention keys in place to other positions, after the points `after`, and waits
     /// until that is done. No load or store may use their slots meanwhile.
@@ -138,10 +134,6 @@ pub trait Device: Send + Sync {
     fn mover(&self) -> Option<Arc<dyn Mover>> {
         None
     }
-
-    /// Jobs that wait or run.
-    #[cfg_attr(not(feature = "internals"), doc(hidden))]
-    fn jobs(&self) -> usize;
 
     /// Finishes all jobs and stops; jobs submitted later fail with [`crate::ErrorKind::Closed`].
     /// Returns when the last `done` has returned, except where called from one.

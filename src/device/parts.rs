@@ -55,13 +55,6 @@ pub(super) struct Blocks {
     pub(super) block_bytes: usize,
 }
 
-/// Which way the bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum KvDirection {
-    IntoKv,
-    OutOfKv,
-}
-
 /// Checks a part against the paged KV and a staging buffer of `staging_len` bytes.
 pub(super) fn resolve<'a>(kv: &PagedKv, part: &'a Part, staging_len: usize) -> Result<Resolved<'a>> {
     let bad = |what: String| Error::new(ErrorKind::InvalidInput, format!("layer {} of a copy job: {what}", part.layer));

@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::MemorySpace;
 use crate::key::{self, ChunkKey};
 use crate::log::{Chunk, Log};
+use crate::paged::ChunkPlans;
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
 /// How long the leases of a load without a time-out, and those of a prefetch, may last.
@@ -310,7 +311,7 @@ impl LoadPlanner<'_> {
             }
             let range = at..at + step;
             let plans = self.planner.plans(range.clone())?;
-            if plans.iter().all(|p| p.is_empty()) {
+            if plans.is_empty() {
                 self.has_already(range.end.min(self.wanted) - at);
             } else {
                 let Some((log, chunk)) = self.locate(key, lease) else { return self.partial(i, at, lease) };
@@ -335,7 +336,7 @@ impl LoadPlanner<'_> {
             return Ok(());
         }
         let rest = self.planner.plans(at..self.wanted)?;
-        if rest.iter().all(|p| p.is_empty()) {
+        if rest.is_empty() {
             self.has_already(self.wanted - at);
             return Ok(());
         }
@@ -351,18 +352,17 @@ impl LoadPlanner<'_> {
         if at < self.wanted {
             let cause = if self.inner.log().is_some() { MissCause::NotFound } else { MissCause::Closed };
             let chunks = (self.wanted - at).div_ceil(self.prompt.chunk_tokens());
-            self.spec.absent = Some(Absent { chunks, blocks: self.planner.blocks(at..self.wanted)?, cause });
+            self.spec.absent = Some(Absent { chunks, blocks: self.planner.plans(at..self.wanted)?.block_ids(), cause });
         }
         Ok(())
     }
 
-    fn push(&mut self, (log, chunk): (Arc<Log>, Chunk), range: Range<usize>, plans: Vec<Arc<crate::paged::ChunkPlan>>) {
+    fn push(&mut self, (log, chunk): (Arc<Log>, Chunk), range: Range<usize>, plans: ChunkPlans) {
         self.spec.chunks.push(LoadChunk {
             source: Arc::new(LogSource { log, chunk }),
             tokens: range.len() as u32,
             covers: range.end.min(self.wanted) - range.start,
             plans,
-            layer_groups: Arc::clone(&self.planner.layer_classes),
         });
     }
 

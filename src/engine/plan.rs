@@ -11,7 +11,7 @@ use super::request::SlotMapping;
 use crate::device::PagedKv;
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
-use crate::paged::ChunkPlan;
+use crate::paged::{ChunkPlan, ChunkPlans};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Class {
@@ -78,11 +78,12 @@ impl<'a> Planner<'a> {
     }
 
     /// The plans of the tokens in `range`, one per class.
-    pub(super) fn plans(&self, range: Range<usize>) -> Result<Vec<Arc<ChunkPlan>>> {
+    pub(super) fn plans(&self, range: Range<usize>) -> Result<ChunkPlans> {
         let known = range.start.min(self.wanted)..range.end.min(self.wanted);
         let mut slots = Vec::with_capacity(range.len());
         let mut mask = Vec::new();
-        self.classes
+        let plans = self
+            .classes
             .iter()
             .map(|class| {
                 slots.clear();
@@ -98,14 +99,7 @@ impl<'a> Planner<'a> {
                 let mask = bits.map(|_| mask.as_slice());
                 ChunkPlan::new(&slots, mask, class.block_tokens, class.num_blocks).map(Arc::new)
             })
-            .collect()
-    }
-
-    /// The server's blocks that the tokens in `range` go to, ascending.
-    pub(super) fn blocks(&self, range: Range<usize>) -> Result<Vec<u32>> {
-        let mut blocks: Vec<u32> = self.plans(range)?.iter().flat_map(|p| p.block_ids().to_vec()).collect();
-        blocks.sort_unstable();
-        blocks.dedup();
-        Ok(blocks)
+            .collect::<Result<_>>()?;
+        Ok(ChunkPlans::new(plans, Arc::clone(&self.layer_classes)))
     }
 }

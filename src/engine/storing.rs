@@ -126,7 +126,6 @@ impl EngineInner {
                 layout: log.chunk_layout(tokens, SlotCodec::None),
                 tokens,
                 plans: planner.plans(chunk.tokens.clone())?,
-                layer_groups: Arc::clone(&planner.layer_classes),
                 begin: Box::new(move || {
                     put.codec = log.next_codec();
                     adapter::begin(log, put, remote)

@@ -69,10 +69,11 @@ fn plans_are_made_per_group_and_block_size_and_skip_what_is_beyond_the_mapping()
     let planner = Planner::new(&geometry, &kv, &two, 19).unwrap();
     assert_eq!(planner.layer_classes[..], [0, 1, 0, 1]);
     let plans = planner.plans(16..32).unwrap();
-    assert_eq!(plans.iter().map(|p| (p.tokens(), p.chunk_tokens())).collect::<Vec<_>>(), [(3, 16); 2]);
-    assert_eq!(planner.blocks(16..32).unwrap(), [4, 12]);
+    let sizes = |layer| plans.of(layer).map(|p| (p.tokens(), p.chunk_tokens()));
+    assert_eq!([sizes(0), sizes(1)], [Some((3, 16)); 2]);
+    assert_eq!(plans.block_ids(), [4, 12]);
     let masked = one.masked(vec![false; 20]);
-    assert!(Planner::new(&geometry, &kv, &masked, 19).unwrap().plans(0..16).unwrap()[0].is_empty());
+    assert!(Planner::new(&geometry, &kv, &masked, 19).unwrap().plans(0..16).unwrap().is_empty());
 }
 
 #[test]

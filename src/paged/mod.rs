@@ -16,4 +16,4 @@ mod layout;
 mod plan;
 
 pub use layout::{KvLayout, KvShape, LayerView, Packing, PagedLayout, PlaneView};
-internals!(use plan::{BlockUse, ChunkPlan, TokenRun});
+internals!(use plan::{BlockUse, ChunkPlan, ChunkPlans, TokenRun});

@@ -4,6 +4,8 @@
 //! order of the tokens. Tokens that are masked out or map to -1 are in no run: nothing derived from
 //! a plan may touch them.
 
+use std::sync::Arc;
+
 use crate::error::{Error, ErrorKind, Result};
 
 /// Consecutive tokens of a chunk in consecutive slots.
@@ -173,6 +175,42 @@ impl ChunkPlan {
         let bt = self.block_tokens as usize;
         let first = piece.index as usize * bt;
         piece.in_order && piece.covered as usize == tokens.saturating_sub(first).min(bt)
+    }
+}
+
+/// The plans of one chunk for all layers. Layers whose tokens lie in the same slots share one.
+#[derive(Clone, Debug)]
+pub struct ChunkPlans {
+    plans: Vec<Arc<ChunkPlan>>,
+    of_layers: Arc<[usize]>,
+}
+
+impl ChunkPlans {
+    /// Plans, and which of them each layer uses; the first for layers beyond the end of `of_layers`.
+    #[must_use]
+    pub fn new(plans: Vec<Arc<ChunkPlan>>, of_layers: Arc<[usize]>) -> Self {
+        Self { plans, of_layers }
+    }
+
+    /// That of a layer.
+    #[must_use]
+    pub fn of(&self, layer: usize) -> Option<&Arc<ChunkPlan>> {
+        self.plans.get(self.of_layers.get(layer).copied().unwrap_or(0))
+    }
+
+    /// Whether no token of any layer has a slot.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.plans.iter().all(|plan| plan.is_empty())
+    }
+
+    /// The server's blocks that tokens of the chunk lie in, ascending.
+    #[must_use]
+    pub fn block_ids(&self) -> Vec<u32> {
+        let mut blocks: Vec<u32> = self.plans.iter().flat_map(|plan| plan.block_ids()).copied().collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        blocks
     }
 }
 

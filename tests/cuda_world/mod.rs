@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 
 use forebay::device::cuda::{CudaDevice, CudaMemory, CudaOptions};
 use forebay::device::{
-    Device, Fence, Gate, GatherJob, Gathered, HugePages, PagedKv, Part, ScatterJob, Scattered, StagingOptions,
-    StagingPool, Stream,
+    CopyJob, Device, Fence, Gate, HugePages, KvDirection, PagedKv, Part, StagingOptions, StagingPool, Stream,
 };
 use forebay::format::layout::SlotCodec;
 use forebay::geometry::{LayerKind, LayerSpec};
@@ -22,7 +21,7 @@ use standin_cuda::{Memory, Server, Standin};
 #[path = "../paged_world/mod.rs"]
 pub mod paged_world;
 
-pub use paged_world::{Cache, noise};
+pub use paged_world::{Cache, Ended, noise};
 
 /// Long enough for anything that will happen, short enough to fail a test.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -97,20 +96,31 @@ impl World {
     }
 
     /// Hands a scatter over; its end comes through the channel, its launch through the other.
-    pub fn scatter(&self, rig: &Rig, staging: Buf, parts: Vec<Part>, with: With) -> Pending<Scattered> {
-        let (done, launched, pending) = pending();
-        let With { gate, after, zeros } = with;
-        let kv = Arc::clone(&rig.kv);
-        self.device.scatter(ScatterJob { kv, staging, parts, zeros, gate, after, launched, done });
-        pending
+    pub fn scatter(&self, rig: &Rig, staging: Buf, parts: Vec<Part>, with: With) -> Pending {
+        self.copy(KvDirection::IntoKv, rig, (staging, parts), with)
     }
 
     /// As [`World::scatter`].
-    pub fn gather(&self, rig: &Rig, staging: Buf, parts: Vec<Part>, with: With) -> Pending<Gathered> {
-        let (done, launched, pending) = pending();
-        let With { gate, after, .. } = with;
-        self.device.gather(GatherJob { kv: Arc::clone(&rig.kv), staging, parts, gate, after, launched, done });
-        pending
+    pub fn gather(&self, rig: &Rig, staging: Buf, parts: Vec<Part>, with: With) -> Pending {
+        self.copy(KvDirection::OutOfKv, rig, (staging, parts), with)
+    }
+
+    fn copy(&self, direction: KvDirection, rig: &Rig, (staging, parts): (Buf, Vec<Part>), with: With) -> Pending {
+        let ((tx, done), (ltx, launched)) = (channel(), channel());
+        let over = Arc::new(Mutex::new(false));
+        let known = Arc::clone(&over);
+        let told = move |fence| {
+            assert!(!*known.lock().unwrap(), "launched after done");
+            let _ = ltx.send(fence);
+        };
+        let end = move |staging, outcome| {
+            assert!(!std::mem::replace(&mut *over.lock().unwrap(), true), "done twice");
+            let _ = tx.send(Ended::of(staging, outcome));
+        };
+        let With { gate, after, zeros } = with;
+        let job = CopyJob::new(direction, Arc::clone(&rig.kv), staging, parts, end);
+        self.device.copy(CopyJob { zeros, gate, after, launched: Some(Box::new(told)), ..job });
+        Pending { done, launched }
     }
 }
 
@@ -137,36 +147,19 @@ pub struct With {
     pub zeros: bool,
 }
 
-pub struct Pending<T> {
-    pub done: Receiver<T>,
+pub struct Pending {
+    pub done: Receiver<Ended>,
     pub launched: Receiver<Fence>,
 }
 
-impl<T> Pending<T> {
-    pub fn end(&self) -> T {
+impl Pending {
+    pub fn end(&self) -> Ended {
         self.done.recv_timeout(PATIENCE).expect("the job's end")
     }
 
     pub fn fence(&self) -> Fence {
         self.launched.recv_timeout(PATIENCE).expect("the job's launch")
     }
-}
-
-type DoneOf<T> = Box<dyn FnOnce(T) + Send>;
-
-fn pending<T: Send + 'static>() -> (DoneOf<T>, Option<forebay::device::Launched>, Pending<T>) {
-    let ((tx, done), (ltx, launched)) = (channel(), channel());
-    let over = Arc::new(Mutex::new(false));
-    let known = Arc::clone(&over);
-    let told = Box::new(move |fence| {
-        assert!(!*known.lock().unwrap(), "launched after done");
-        let _ = ltx.send(fence);
-    });
-    let end = Box::new(move |t| {
-        assert!(!std::mem::replace(&mut *over.lock().unwrap(), true), "done twice");
-        let _ = tx.send(t);
-    });
-    (end, Some(told), Pending { done, launched })
 }
 
 pub struct Rig {

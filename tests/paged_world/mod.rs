@@ -5,9 +5,32 @@
 
 use std::sync::Arc;
 
+use forebay::device::CopyOutcome;
 use forebay::geometry::{LayerKind, LayerSpec};
+use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
 use proptest::prelude::*;
+
+/// How a copy job ended; after an error all but the staging buffer is empty.
+pub struct Ended {
+    pub staging: Buf,
+    pub crcs: Vec<u32>,
+    pub skipped: bool,
+    pub misfit: bool,
+    pub skipped_blocks: Vec<u32>,
+    pub error: Option<forebay::Error>,
+}
+
+impl Ended {
+    pub fn of(staging: Buf, outcome: forebay::Result<CopyOutcome>) -> Self {
+        let (outcome, error) = match outcome {
+            Ok(outcome) => (outcome, None),
+            Err(e) => (CopyOutcome::default(), Some(e)),
+        };
+        let CopyOutcome { crcs, skipped, misfit, skipped_blocks } = outcome;
+        Self { staging, crcs, skipped, misfit, skipped_blocks, error }
+    }
+}
 
 /// One cache with its layout, whose addresses are computed here a second time, from the shape of
 /// the dimensions.

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use forebay::config::Settings;
 use forebay::device::cuda::{CudaDevice, CudaOptions};
 use forebay::device::{
-    Device, Gate, GatherJob, HostMemory, HugePages, PagedKv, Part, ScatterJob, StagingOptions, StagingPool, open_device,
+    CopyJob, CopyOutcome, Device, HostMemory, HugePages, KvDirection, PagedKv, Part, StagingOptions, StagingPool,
+    open_device,
 };
 use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::geometry::Geometry;
@@ -169,8 +170,8 @@ impl Bench {
         let start = Instant::now();
         for (at, staging) in taken.into_iter().enumerate() {
             match what {
-                Move::Scatter => self.scatter(at, staging, tx.clone()),
-                Move::Gather => self.gather(at, staging, tx.clone()),
+                Move::Scatter => self.copy(KvDirection::IntoKv, at, staging, tx.clone()),
+                Move::Gather => self.copy(KvDirection::OutOfKv, at, staging, tx.clone()),
                 Move::PinnedToStaging | Move::PinnedToPaged => self.copy_in(at, staging, what, tx.clone())?,
                 Move::StagingToPinned => self.copy_out(at, staging, tx.clone())?,
             }
@@ -200,29 +201,9 @@ impl Bench {
         unit.layers.clone().zip(extents).map(part).collect()
     }
 
-    fn scatter(&self, at: usize, staging: Buf, told: Sender<Result<()>>) {
-        self.0.device.scatter(ScatterJob {
-            kv: Arc::clone(&self.0.kv),
-            staging,
-            parts: self.parts(at),
-            zeros: false,
-            gate: Arc::new(Gate::new()),
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |out| tell(&told, out.error)),
-        });
-    }
-
-    fn gather(&self, at: usize, staging: Buf, told: Sender<Result<()>>) {
-        self.0.device.gather(GatherJob {
-            kv: Arc::clone(&self.0.kv),
-            staging,
-            parts: self.parts(at),
-            gate: Arc::new(Gate::new()),
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |out| tell(&told, out.error)),
-        });
+    fn copy(&self, direction: KvDirection, at: usize, staging: Buf, told: Sender<Result<()>>) {
+        let done = move |_, outcome: Result<CopyOutcome>| tell(&told, outcome.err());
+        self.0.device.copy(CopyJob::new(direction, Arc::clone(&self.0.kv), staging, self.parts(at), done));
     }
 
     fn copying(&self, at: usize, staging: &Buf) -> Result<(&Arc<dyn Mover>, u64, *mut u8, usize)> {
@@ -236,7 +217,7 @@ impl Bench {
         let (mover, device, host, len) = self.copying(at, &staging)?;
         let bench = self.clone();
         let done = Box::new(move |result: Result<()>| match result {
-            Ok(()) if what == Move::PinnedToPaged => bench.scatter(at, staging, told),
+            Ok(()) if what == Move::PinnedToPaged => bench.copy(KvDirection::IntoKv, at, staging, told),
             result => {
                 drop(staging);
                 tell(&told, result.err());
@@ -294,16 +275,9 @@ impl Bench {
             let to = staging.as_mut_slice().get_mut(..unit.len).unwrap_or_default();
             // SAFETY: the unit's part of the pinned memory, which nobody writes now.
             unsafe { std::ptr::copy_nonoverlapping(pinned.as_mut_ptr().add(unit.pinned), to.as_mut_ptr(), to.len()) };
-            device.scatter(ScatterJob {
-                kv: Arc::clone(&reference),
-                staging,
-                parts: self.parts(at),
-                zeros: false,
-                gate: Arc::new(Gate::new()),
-                after: Vec::new(),
-                launched: None,
-                done: Box::new(move |out| tell(&tx, out.error)),
-            });
+            let done = move |_, outcome: Result<CopyOutcome>| tell(&tx, outcome.err());
+            let parts = self.parts(at);
+            device.copy(CopyJob::new(KvDirection::IntoKv, Arc::clone(&reference), staging, parts, done));
             rx.iter().collect::<Result<()>>()?;
         }
         let mut wrong = 0;

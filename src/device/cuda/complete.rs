@@ -11,11 +11,9 @@ use super::batch::LaunchBatch;
 use super::driver::CudaError;
 use super::events::CudaPoint;
 use super::executor::Executor;
-use super::job::{CopyJob, JobOutcome};
 use super::slot::LaunchSlot;
-use crate::device::OwnedGuard;
-use crate::device::parts::KvDirection;
-use crate::error::{Error, ErrorKind};
+use crate::device::{CopyJob, CopyOutcome, KvDirection, OwnedGuard};
+use crate::error::{Error, ErrorKind, Result};
 
 /// A launch under way, and all that it uses.
 pub(super) struct PendingLaunch {
@@ -55,23 +53,20 @@ impl Executor {
         };
         for LaunchEntry { job, guard, number } in entries {
             let outcome = match &words {
-                Ok(words) if job.way() == KvDirection::OutOfKv && batch.is_misfit(number, words) => {
-                    JobOutcome::misfit()
+                Ok(words) if job.direction == KvDirection::OutOfKv && batch.is_misfit(number, words) => {
+                    Ok(CopyOutcome::misfit())
                 }
                 Ok(_) => outcome_of(crcs.get(number), batch.skipped_blocks(number)),
-                Err(e) => JobOutcome::failed((*e).into()),
+                Err(e) => Err((*e).into()),
             };
             drop(guard);
-            self.finish(job, outcome);
+            job.end(outcome);
         }
     }
 }
 
-fn outcome_of(crcs: Option<&Vec<u32>>, skipped_blocks: &[u32]) -> JobOutcome {
-    match crcs {
-        Some(crcs) => {
-            JobOutcome { crcs: crcs.clone(), skipped_blocks: skipped_blocks.to_vec(), ..JobOutcome::default() }
-        }
-        None => JobOutcome::failed(Error::new(ErrorKind::Internal, "a copy job is not in its batch")),
-    }
+fn outcome_of(crcs: Option<&Vec<u32>>, skipped_blocks: &[u32]) -> Result<CopyOutcome> {
+    let lost = || Error::new(ErrorKind::Internal, "a copy job is not in its batch");
+    let crcs = crcs.ok_or_else(lost)?.clone();
+    Ok(CopyOutcome { crcs, skipped_blocks: skipped_blocks.to_vec(), ..CopyOutcome::default() })
 }

@@ -1,13 +1,13 @@
 //! The primary context of one GPU: shared with the server (PyTorch uses the same), retained here,
 //! never destroyed or reset.
 //!
-//! Everything made in the context keeps it alive. A forked child must not touch any of it, so every
-//! `drop` that calls the driver checks [`Context::is_ours`] first.
+//! Everything made in the context keeps it alive. A forked child must not touch any of it, so what
+//! a `drop` gives back to the driver goes through [`Context::give_back`].
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUstreamCaptureMode};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult, CUstreamCaptureMode};
 
 use super::driver::{CudaError, CudaResult, check, init};
 use crate::error::{Error, ErrorKind, Result};
@@ -105,6 +105,19 @@ impl Context {
                 check("cuCtxPushCurrent", sys::cuCtxPushCurrent_v2(self.raw))?;
             }
             Ok(Entered { pushed, mode: exchange_mode(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED) })
+        }
+    }
+
+    /// Gives something back to the driver with `call`, of which `name` is the name. Does nothing in
+    /// a forked child.
+    pub(super) fn give_back(&self, name: &'static str, call: impl FnOnce() -> CUresult) {
+        if !self.is_ours() {
+            return;
+        }
+        let _entered = self.enter();
+        if let Err(e) = check(name, call()) {
+            self.seen(e);
+            tracing::debug!(gpu = self.ordinal, error = %e, "the driver did not take something back");
         }
     }
 }

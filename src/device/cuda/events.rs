@@ -76,22 +76,15 @@ impl EventPool {
     }
 
     fn destroy(&self, event: CUevent) {
-        let _entered = self.context.enter();
         // SAFETY: created here, and owned by the caller alone.
-        let code = unsafe { sys::cuEventDestroy_v2(event) };
-        if let Err(e) = check("cuEventDestroy", code) {
-            self.context.seen(e);
-            tracing::debug!(error = %e, "an event could not be destroyed");
-        }
+        self.context.give_back("cuEventDestroy", || unsafe { sys::cuEventDestroy_v2(event) });
     }
 }
 
 impl Drop for EventPool {
     fn drop(&mut self) {
-        if self.context.is_ours() {
-            for event in std::mem::take(&mut *self.free.lock()) {
-                self.destroy(event.0);
-            }
+        for event in std::mem::take(self.free.get_mut()) {
+            self.destroy(event.0);
         }
     }
 }

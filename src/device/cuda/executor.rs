@@ -19,12 +19,12 @@ use super::coded::Scratch;
 use super::complete::PendingLaunch;
 use super::context::Context;
 use super::events::EventPool;
-use super::job::{CopyJob, JobOutcome, JobSizes, same};
+use super::job::{JobSizes, same};
 use super::kernels::Kernels;
 use super::slot::{BLOB_BYTES, LaunchSlot};
 use super::streams::OwnStream;
 use super::threads;
-use crate::device::Fence;
+use crate::device::{CopyJob, Fence};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Launches of one lane that may be in flight: one that runs, and enough behind it that the GPU has
@@ -52,10 +52,8 @@ pub(super) struct Executor {
 }
 
 struct JobQueue {
-    jobs: VecDeque<CopyJob>,
+    jobs: VecDeque<(CopyJob, JobSizes)>,
     lanes: Vec<StreamLane>,
-    /// Jobs taken from the queue whose `done` has not returned.
-    running: usize,
     closed: bool,
 }
 
@@ -95,7 +93,7 @@ impl JobQueue {
         let mut asked = FenceCache::default();
         let mut ahead = false;
         for at in 0..self.jobs.len() {
-            let Some(job) = self.jobs.get(at) else { break };
+            let Some((job, _)) = self.jobs.get(at) else { break };
             let after = asked.ahead(job);
             match self.lane_for(&after) {
                 Some(lane) => {
@@ -120,20 +118,19 @@ impl JobQueue {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
         let (mut sizes, mut at) = (JobSizes::default(), first);
         let mut jobs = Vec::new();
-        while let Some(job) = self.jobs.get(at) {
+        while let Some((job, its)) = self.jobs.get(at) {
             if !same_all(&asked.ahead(job), &after) {
                 at += 1;
                 continue;
             }
-            let all = sizes.and(job.sizes());
+            let all = sizes.and(*its);
             let is_much = all.moved > MERGED_BYTES || all.coded > MERGED_CODED_BYTES || all.blob > BLOB_BYTES;
             if !jobs.is_empty() && is_much {
                 break;
             }
             sizes = all;
-            jobs.extend(self.jobs.remove(at));
+            jobs.extend(self.jobs.remove(at).map(|(job, _)| job));
         }
-        self.running += jobs.len();
         if let Some(lane) = self.lanes.get_mut(lane) {
             lane.in_flight += 1;
             lane.after = after;
@@ -185,7 +182,7 @@ impl Executor {
             }
             made.push(StreamLane { free, in_flight: 0, after: Vec::new() });
         }
-        let queue = JobQueue { jobs: VecDeque::new(), lanes: made, running: 0, closed: false };
+        let queue = JobQueue { jobs: VecDeque::new(), lanes: made, closed: false };
         Ok(Arc::new(Self {
             context: Arc::clone(context),
             events: Arc::clone(events),
@@ -216,14 +213,15 @@ impl Executor {
 
     fn submit(&self, job: CopyJob) {
         if let Err(e) = self.context.usable() {
-            return job.finish(JobOutcome::failed(e));
+            return job.end(Err(e));
         }
+        let sizes = JobSizes::of(&job);
         let mut queue = self.queue.lock();
         if queue.closed {
             drop(queue);
-            return job.finish(JobOutcome::failed(closed()));
+            return job.end(Err(Error::new(ErrorKind::Closed, "the device has been closed")));
         }
-        queue.jobs.push_back(job);
+        queue.jobs.push_back((job, sizes));
         drop(queue);
         self.wake.notify_one();
     }
@@ -246,11 +244,6 @@ impl Executor {
         }
     }
 
-    fn jobs(&self) -> usize {
-        let queue = self.queue.lock();
-        queue.jobs.len() + queue.running
-    }
-
     /// Frees the slot of a launch that is over.
     pub(super) fn free_lane(&self, lane: usize, slot: LaunchSlot) {
         let mut queue = self.queue.lock();
@@ -264,16 +257,6 @@ impl Executor {
         drop(queue);
         self.wake.notify_one();
     }
-
-    /// Ends a job that was taken from the queue.
-    pub(super) fn finish(&self, job: CopyJob, outcome: JobOutcome) {
-        job.finish(outcome);
-        self.queue.lock().running -= 1;
-    }
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the device has been closed")
 }
 
 /// The threads of an executor; they end when it is closed and has nothing left to do.
@@ -292,11 +275,6 @@ impl Threads {
     /// Queues a job.
     pub(super) fn submit(&self, job: CopyJob) {
         self.executor.submit(job);
-    }
-
-    /// Jobs that wait or run.
-    pub(super) fn jobs(&self) -> usize {
-        self.executor.jobs()
     }
 
     /// Whether the calling thread is one of these.

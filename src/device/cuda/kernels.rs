@@ -175,15 +175,7 @@ impl Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        if !self.context.is_ours() {
-            return;
-        }
-        let _entered = self.context.enter();
         // SAFETY: loaded in `load`; no launch is under way when the last owner is dropped.
-        let code = unsafe { sys::cuModuleUnload(self.module) };
-        if let Err(e) = check("cuModuleUnload", code) {
-            self.context.seen(e);
-            tracing::debug!(error = %e, "the kernels could not be unloaded");
-        }
+        self.context.give_back("cuModuleUnload", || unsafe { sys::cuModuleUnload(self.module) });
     }
 }

@@ -53,17 +53,9 @@ impl DeviceAlloc {
 
 impl Drop for DeviceAlloc {
     fn drop(&mut self) {
-        if !self.context.is_ours() {
-            return;
-        }
-        let _entered = self.context.enter();
         // SAFETY: allocated in `new`; the GPU's work with this memory is over, since what submits
         // it keeps this value until then.
-        let code = unsafe { sys::cuMemFree_v2(self.base) };
-        if let Err(e) = check("cuMemFree", code) {
-            self.context.seen(e);
-            tracing::warn!(error = %e, bytes = self.len, "device memory could not be freed");
-        }
+        self.context.give_back("cuMemFree", || unsafe { sys::cuMemFree_v2(self.base) });
     }
 }
 

@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 
 use super::fence::{Fence, Stream};
 use super::staging::{StagingOptions, StagingPool};
-use super::{Device, GatherJob, KvMemory, PagedKv, RopeShift, ScatterJob};
+use super::{CopyJob, Device, KvDirection, KvMemory, PagedKv, RopeShift};
 use crate::config::Numa;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{MemorySpace, Mover};
@@ -164,12 +164,11 @@ impl Device for CudaDevice {
         MemorySpace::Device(self.context.ordinal())
     }
 
-    fn scatter(&self, job: ScatterJob) {
-        self.scatters.submit(job.into());
-    }
-
-    fn gather(&self, job: GatherJob) {
-        self.gathers.submit(job.into());
+    fn copy(&self, job: CopyJob) {
+        match job.direction {
+            KvDirection::IntoKv => self.scatters.submit(job),
+            KvDirection::OutOfKv => self.gathers.submit(job),
+        }
     }
 
     fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], after: &[Fence]) -> Result<()> {
@@ -219,10 +218,6 @@ impl Device for CudaDevice {
 
     fn mover(&self) -> Option<Arc<dyn Mover>> {
         Some(Arc::clone(&self.mover) as _)
-    }
-
-    fn jobs(&self) -> usize {
-        if self.context.is_ours() { self.scatters.jobs() + self.gathers.jobs() } else { 0 }
     }
 
     fn close(&self) {

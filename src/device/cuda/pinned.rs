@@ -43,16 +43,8 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        if !self.context.is_ours() {
-            return;
-        }
-        let _entered = self.context.enter();
         // SAFETY: registered in `new`; copies through the memory keep this value.
-        let code = unsafe { sys::cuMemHostUnregister(self.host as *mut c_void) };
-        if let Err(e) = check("cuMemHostUnregister", code) {
-            self.context.seen(e);
-            tracing::debug!(error = %e, "host memory could not be unregistered");
-        }
+        self.context.give_back("cuMemHostUnregister", || unsafe { sys::cuMemHostUnregister(self.host as *mut c_void) });
     }
 }
 
@@ -156,16 +148,8 @@ impl MappedPinned {
 
 impl Drop for MappedPinned {
     fn drop(&mut self) {
-        if !self.context.is_ours() {
-            return;
-        }
-        let _entered = self.context.enter();
         // SAFETY: allocated in `new`; the GPU's work with this memory is over, since what submits
         // it keeps this value until then.
-        let code = unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) };
-        if let Err(e) = check("cuMemFreeHost", code) {
-            self.context.seen(e);
-            tracing::debug!(error = %e, "pinned memory could not be freed");
-        }
+        self.context.give_back("cuMemFreeHost", || unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) });
     }
 }

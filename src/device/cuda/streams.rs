@@ -114,17 +114,9 @@ impl OwnStream {
 
 impl Drop for OwnStream {
     fn drop(&mut self) {
-        if !self.context.is_ours() {
-            return;
-        }
-        let _entered = self.context.enter();
         // SAFETY: created in `new`; work that is still in it runs on, with memory that its jobs
         // hold.
-        let code = unsafe { sys::cuStreamDestroy_v2(self.raw) };
-        if let Err(e) = check("cuStreamDestroy", code) {
-            self.context.seen(e);
-            tracing::debug!(error = %e, "a stream could not be destroyed");
-        }
+        self.context.give_back("cuStreamDestroy", || unsafe { sys::cuStreamDestroy_v2(self.raw) });
     }
 }
 

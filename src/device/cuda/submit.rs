@@ -15,11 +15,11 @@ use super::batch::{BatchPlace, LaunchBatch};
 use super::complete::{LaunchEntry, PendingLaunch};
 use super::driver::CudaResult;
 use super::executor::{Executor, LaunchWork};
-use super::job::{CopyJob, JobOutcome, contained, point};
+use super::job::{check, point};
 use super::kernels::Launch;
 use super::slot::LaunchSlot;
-use crate::device::Fence;
-use crate::device::parts::KvDirection;
+use crate::device::job::contained;
+use crate::device::{CopyJob, CopyOutcome, Fence, KvDirection};
 use crate::error::{Error, ErrorKind, Result};
 
 impl Executor {
@@ -27,7 +27,7 @@ impl Executor {
     /// completing thread.
     pub(super) fn launch(&self, work: LaunchWork, completions: &[Sender<Box<PendingLaunch>>]) {
         let LaunchWork { lane, slot, jobs } = work;
-        let Some(way) = jobs.first().map(CopyJob::way) else { return self.free_lane(lane, slot) };
+        let Some(way) = jobs.first().map(|job| job.direction) else { return self.free_lane(lane, slot) };
         let (batch, entries) = self.describe_jobs(way, jobs);
         if batch.is_empty() {
             return self.free_lane(lane, slot);
@@ -45,8 +45,8 @@ impl Executor {
         for job in jobs {
             match self.context.usable().map(|()| job.gate.enter_owned()) {
                 Ok(Some(guard)) => inside.push((job, guard)),
-                Ok(None) => self.finish(job, JobOutcome::skipped()),
-                Err(e) => self.finish(job, JobOutcome::failed(e)),
+                Ok(None) => job.end(Ok(CopyOutcome::skipped())),
+                Err(e) => job.end(Err(e)),
             }
         }
         let mut batch = LaunchBatch::new();
@@ -65,7 +65,7 @@ impl Executor {
                 Ok(number) => entries.push(LaunchEntry { job, guard, number }),
                 Err(e) => {
                     drop(guard);
-                    self.finish(job, JobOutcome::failed(e));
+                    job.end(Err(e));
                 }
             }
         }
@@ -140,7 +140,7 @@ impl Executor {
 }
 
 fn describe(batch: &mut LaunchBatch, way: KvDirection, job: &CopyJob, ordinal: u32) -> Result<usize> {
-    job.check(ordinal)?;
+    check(job, ordinal)?;
     batch.push(way, &job.kv, &job.parts, staging_of(job))
 }
 

@@ -9,14 +9,14 @@ use crc32fast::Hasher;
 
 use super::crc::tile_tokens;
 use super::exp4::CodedWriter;
+use super::host_only;
 use super::scatter::{Cursor, line};
-use super::{CopyOutcome, host_only};
-use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
-use crate::device::{Gate, GatherJob};
+use crate::device::parts::{Blocks, Body, Plane, Resolved, resolve};
+use crate::device::{CopyJob, CopyOutcome, Gate, KvDirection};
 use crate::error::Result;
 
 /// Runs a job inside its gate.
-pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
+pub(super) fn run(job: &mut CopyJob) -> Result<CopyOutcome> {
     host_only(&job.staging, job.kv.place())?;
     let staging = job.staging.as_mut_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
@@ -39,7 +39,7 @@ pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
             }
         };
         match pass.finish() {
-            None => return Ok(CopyOutcome { misfit: true, ..CopyOutcome::default() }),
+            None => return Ok(CopyOutcome::misfit()),
             Some(_) if !finished => return Ok(CopyOutcome::skipped()),
             Some(crc) => outcome.crcs.push(crc),
         }

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::copy::{Axis, Grid};
-use crate::device::parts::{KvDirection, Plane};
+use crate::device::KvDirection;
+use crate::device::parts::Plane;
 use crate::paged::TokenRun;
 
 impl Plane {

@@ -18,8 +18,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::rope::{RopeShift, turn_on_host};
 use super::{
-    Device, Fence, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
-    StagingPool,
+    CopyJob, CopyOutcome, Device, Fence, HostMemory, KvDirection, KvMemory, PagedKv, StagingOptions, StagingPool,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, MemorySpace};
@@ -52,29 +51,22 @@ struct HostShared {
 
 #[derive(Default)]
 struct HostQueue {
-    scatters: VecDeque<ScatterJob>,
-    gathers: VecDeque<GatherJob>,
+    scatters: VecDeque<CopyJob>,
+    gathers: VecDeque<CopyJob>,
     /// Scatters picked while a gather waited.
     passed: u32,
-    running: usize,
     closed: bool,
 }
 
-enum HostJob {
-    Scatter(ScatterJob),
-    Gather(GatherJob),
-}
-
 impl HostQueue {
-    fn pick(&mut self) -> Option<HostJob> {
+    fn pick(&mut self) -> Option<CopyJob> {
         let turn = self.passed + 1 >= GATHER_TURN || self.scatters.is_empty();
-        let gather = if turn { self.gathers.pop_front() } else { None };
-        if let Some(job) = gather {
+        if turn && let Some(job) = self.gathers.pop_front() {
             self.passed = 0;
-            return Some(HostJob::Gather(job));
+            return Some(job);
         }
         self.passed = if self.gathers.is_empty() { 0 } else { self.passed + 1 };
-        self.scatters.pop_front().map(HostJob::Scatter)
+        self.scatters.pop_front()
     }
 }
 
@@ -105,24 +97,16 @@ impl Device for HostDevice {
         MemorySpace::Host
     }
 
-    fn scatter(&self, job: ScatterJob) {
+    fn copy(&self, job: CopyJob) {
         let mut queue = self.shared.queue.lock();
         if queue.closed {
             drop(queue);
-            return finish_scatter(job, |_| Err(closed()));
+            return job.end(Err(Error::new(ErrorKind::Closed, "the device has been closed")));
         }
-        queue.scatters.push_back(job);
-        drop(queue);
-        self.shared.wake.notify_one();
-    }
-
-    fn gather(&self, job: GatherJob) {
-        let mut queue = self.shared.queue.lock();
-        if queue.closed {
-            drop(queue);
-            return finish_gather(job, |_| Err(closed()));
+        match job.direction {
+            KvDirection::IntoKv => queue.scatters.push_back(job),
+            KvDirection::OutOfKv => queue.gathers.push_back(job),
         }
-        queue.gathers.push_back(job);
         drop(queue);
         self.shared.wake.notify_one();
     }
@@ -137,11 +121,6 @@ impl Device for HostDevice {
 
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
         StagingPool::new(options)
-    }
-
-    fn jobs(&self) -> usize {
-        let queue = self.shared.queue.lock();
-        queue.scatters.len() + queue.gathers.len() + queue.running
     }
 
     fn close(&self) {
@@ -170,14 +149,9 @@ impl HostShared {
         loop {
             match queue.pick() {
                 Some(job) => {
-                    queue.running += 1;
                     drop(queue);
-                    match job {
-                        HostJob::Scatter(job) => finish_scatter(job, scatter::run),
-                        HostJob::Gather(job) => finish_gather(job, gather::run),
-                    }
+                    run(job);
                     queue = self.queue.lock();
-                    queue.running -= 1;
                 }
                 None if queue.closed => return,
                 None => self.wake.wait(&mut queue),
@@ -186,59 +160,20 @@ impl HostShared {
     }
 }
 
-/// The result of the copy loops for a job that did not fail.
-#[derive(Default)]
-struct CopyOutcome {
-    crcs: Vec<u32>,
-    skipped: bool,
-    misfit: bool,
-    skipped_blocks: Vec<u32>,
+fn run(mut job: CopyJob) {
+    let outcome = guarded(|| match job.direction {
+        KvDirection::IntoKv => scatter::run(&mut job),
+        KvDirection::OutOfKv => gather::run(&mut job),
+    });
+    job.end(outcome);
 }
 
-impl CopyOutcome {
-    fn skipped() -> Self {
-        Self { skipped: true, ..Self::default() }
-    }
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the device has been closed")
-}
-
-fn guarded(run: impl FnOnce() -> Result<CopyOutcome>) -> (CopyOutcome, Option<Error>) {
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(mut outcome)) => {
-            outcome.skipped_blocks.sort_unstable();
-            outcome.skipped_blocks.dedup();
-            (outcome, None)
-        }
-        Ok(Err(e)) => (CopyOutcome::default(), Some(e)),
-        Err(_) => (CopyOutcome::default(), Some(Error::new(ErrorKind::Internal, "a copy job panicked"))),
-    }
-}
-
-fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<CopyOutcome>) {
-    if job.zeros && job.staging.place() == MemorySpace::Host {
-        job.staging.as_mut_slice().fill(0);
-    }
-    let (CopyOutcome { crcs, skipped, skipped_blocks, .. }, error) = guarded(|| run(&job));
-    let ScatterJob { kv, staging, parts, gate, after, launched, done, .. } = job;
-    // When `done` is called, the job must hold nothing of the caller's any more.
-    drop((kv, parts, gate, after, launched));
-    call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
-}
-
-fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<CopyOutcome>) {
-    let (CopyOutcome { crcs, skipped, misfit, skipped_blocks }, error) = guarded(|| run(&mut job));
-    let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
-    drop((kv, parts, gate, after, launched));
-    call(|| done(Gathered { staging, crcs, skipped, misfit, skipped_blocks, error }));
-}
-
-fn call(done: impl FnOnce()) {
-    if catch_unwind(AssertUnwindSafe(done)).is_err() {
-        tracing::error!("the callback of a copy job panicked");
-    }
+fn guarded(run: impl FnOnce() -> Result<CopyOutcome>) -> Result<CopyOutcome> {
+    let mut outcome = catch_unwind(AssertUnwindSafe(run))
+        .unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a copy job panicked")))?;
+    outcome.skipped_blocks.sort_unstable();
+    outcome.skipped_blocks.dedup();
+    Ok(outcome)
 }
 
 fn host_only(staging: &Buf, kv: MemorySpace) -> Result<()> {

@@ -9,15 +9,18 @@ use crc32fast::Hasher;
 
 use super::crc::tile_tokens;
 use super::exp4::CodedReader;
-use super::{CopyOutcome, host_only};
-use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
-use crate::device::{Gate, ScatterJob};
+use super::host_only;
+use crate::device::parts::{Blocks, Body, Plane, Resolved, resolve};
+use crate::device::{CopyJob, CopyOutcome, Gate, KvDirection};
 use crate::error::Result;
 use crate::paged::ChunkPlan;
 
 /// Runs a job inside its gate.
-pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
+pub(super) fn run(job: &mut CopyJob) -> Result<CopyOutcome> {
     host_only(&job.staging, job.kv.place())?;
+    if job.zeros {
+        job.staging.as_mut_slice().fill(0);
+    }
     let staging = job.staging.as_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
     let Some(_guard) = job.gate.enter() else { return Ok(CopyOutcome::skipped()) };

@@ -46,38 +46,33 @@ impl Rig {
         Part { layer: 0, staging_offset: 0, tokens: TOKENS, padded_len: 0, codec: SlotCodec::None, plan }
     }
 
-    fn scatter_with(&self, gate: &Arc<Gate>, done: impl FnOnce(Scattered) + Send + 'static) {
+    fn scatter_with(&self, gate: &Arc<Gate>, done: impl FnOnce(Result<CopyOutcome>) + Send + 'static) {
         self.scatter_nth(0, gate, done);
     }
 
-    fn scatter_nth(&self, n: usize, gate: &Arc<Gate>, done: impl FnOnce(Scattered) + Send + 'static) {
+    fn scatter_nth(&self, n: usize, gate: &Arc<Gate>, done: impl FnOnce(Result<CopyOutcome>) + Send + 'static) {
         let mut staging = self.pool.try_take().unwrap();
         staging.as_mut_slice().fill(7);
-        let (kv, parts, gate) = (Arc::clone(&self.kv), vec![self.nth_part(n)], Arc::clone(gate));
-        self.device.scatter(ScatterJob {
-            kv,
-            staging,
-            parts,
-            zeros: false,
-            gate,
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(done),
-        });
+        let job = self.job(KvDirection::IntoKv, staging, vec![self.nth_part(n)], done);
+        self.device.copy(CopyJob { gate: Arc::clone(gate), ..job });
     }
 
-    fn gather_with(&self, parts: Vec<Part>, done: impl FnOnce(Gathered) + Send + 'static) {
+    fn gather_with(&self, parts: Vec<Part>, done: impl FnOnce(Result<CopyOutcome>) + Send + 'static) {
         let staging = self.pool.try_take().unwrap();
-        let (kv, gate) = (Arc::clone(&self.kv), Arc::new(Gate::new()));
-        self.device.gather(GatherJob {
-            kv,
-            staging,
-            parts,
-            gate,
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(done),
-        });
+        self.device.copy(self.job(KvDirection::OutOfKv, staging, parts, done));
+    }
+
+    fn job(
+        &self,
+        direction: KvDirection,
+        staging: Buf,
+        parts: Vec<Part>,
+        done: impl FnOnce(Result<CopyOutcome>) + Send + 'static,
+    ) -> CopyJob {
+        CopyJob::new(direction, Arc::clone(&self.kv), staging, parts, |staging, outcome| {
+            drop(staging);
+            done(outcome);
+        })
     }
 
     fn written(&self) -> bool {
@@ -93,8 +88,8 @@ fn a_closed_gate_skips_the_job_and_gives_the_staging_back() {
     let gate = Arc::new(Gate::new());
     gate.close();
     let (tx, rx) = mpsc::channel();
-    rig.scatter_with(&gate, move |s| tx.send((s.skipped, s.crcs.len(), s.error.is_none())).unwrap());
-    assert_eq!(rx.recv().unwrap(), (true, 0, true));
+    rig.scatter_with(&gate, move |outcome| tx.send(outcome.unwrap()).unwrap());
+    assert_eq!(rx.recv().unwrap(), CopyOutcome::skipped());
     rig.device.close();
     assert!(!rig.written());
     assert_eq!(rig.pool.taken(), 0);
@@ -108,7 +103,7 @@ fn a_done_callback_may_close_its_own_gate() {
     let inner = Arc::clone(&gate);
     rig.scatter_with(&gate, move |s| {
         inner.close();
-        tx.send(s.skipped).unwrap();
+        tx.send(s.unwrap().skipped).unwrap();
     });
     assert!(!rx.recv().unwrap());
     assert!(rig.written() && gate.is_closed());
@@ -130,21 +125,14 @@ impl Point for Passed {
 fn when_done_is_called_the_job_holds_nothing_of_the_callers() {
     let rig = rig(1);
     let (tx, rx) = mpsc::channel();
-    for is_load in [true, false] {
+    for direction in [KvDirection::IntoKv, KvDirection::OutOfKv] {
         let (point, token) = (Arc::new(Passed), Arc::new(()));
         let (fence_left, callback_left) = (Arc::downgrade(&point), Arc::downgrade(&token));
         let tx = tx.clone();
         let left = move || tx.send((fence_left.strong_count(), callback_left.strong_count())).unwrap();
-        let (kv, staging, gate) = (Arc::clone(&rig.kv), rig.pool.try_take().unwrap(), Arc::new(Gate::new()));
-        let (parts, after) = (vec![rig.part()], vec![Fence::new(point)]);
-        let launched: Option<Launched> = Some(Box::new(move |_| drop(token)));
-        if is_load {
-            let done = Box::new(move |_: Scattered| left());
-            rig.device.scatter(ScatterJob { kv, staging, parts, zeros: false, gate, after, launched, done });
-        } else {
-            let done = Box::new(move |_: Gathered| left());
-            rig.device.gather(GatherJob { kv, staging, parts, gate, after, launched, done });
-        }
+        let job = rig.job(direction, rig.pool.try_take().unwrap(), vec![rig.part()], move |_| left());
+        let (after, launched): (_, Launched) = (vec![Fence::new(point)], Box::new(move |_| drop(token)));
+        rig.device.copy(CopyJob { after, launched: Some(launched), ..job });
         assert_eq!(rx.recv().unwrap(), (0, 0));
     }
 }
@@ -157,7 +145,7 @@ fn after_close_of_the_gate_no_byte_is_written_whatever_is_queued() {
         let (tx, rx) = mpsc::channel();
         for n in 0..4 {
             let tx = tx.clone();
-            rig.scatter_nth(n, &gate, move |s| tx.send(s.skipped).unwrap());
+            rig.scatter_nth(n, &gate, move |s| tx.send(s.unwrap().skipped).unwrap());
         }
         for _ in 0..round * 20 {
             std::hint::spin_loop();
@@ -176,10 +164,9 @@ fn a_panic_in_a_callback_or_a_job_costs_nobody_the_worker() {
     let gate = Arc::new(Gate::new());
     rig.scatter_with(&gate, |_| panic!("on purpose"));
     let (tx, rx) = mpsc::channel();
-    rig.scatter_with(&gate, move |s| tx.send(s.crcs.len()).unwrap());
+    rig.scatter_with(&gate, move |s| tx.send(s.unwrap().crcs.len()).unwrap());
     assert_eq!(rx.recv().unwrap(), 1);
-    let (outcome, error) = guarded(|| panic!("on purpose"));
-    assert!(outcome.crcs.is_empty() && error.unwrap().kind() == ErrorKind::Internal);
+    assert_eq!(guarded(|| panic!("on purpose")).unwrap_err().kind(), ErrorKind::Internal);
 }
 
 #[test]
@@ -200,10 +187,9 @@ fn a_job_that_does_not_fit_is_refused_with_its_layer() {
     for part in bad {
         let what = format!("{part:?}");
         let (tx, rx) = mpsc::channel();
-        rig.gather_with(vec![ok.clone(), part], move |g| tx.send((g.error, g.crcs.len())).unwrap());
-        let (error, crcs) = rx.recv().unwrap();
-        let error = error.unwrap_or_else(|| panic!("{what} was taken"));
-        assert_eq!((error.kind(), crcs), (ErrorKind::InvalidInput, 0), "{what}");
+        rig.gather_with(vec![ok.clone(), part], move |outcome| tx.send(outcome).unwrap());
+        let error = rx.recv().unwrap().err().unwrap_or_else(|| panic!("{what} was taken"));
+        assert_eq!(error.kind(), ErrorKind::InvalidInput, "{what}");
     }
 }
 
@@ -213,17 +199,18 @@ fn loads_go_before_stores_but_stores_get_their_turn() {
     let gate = Arc::new(Gate::new());
     let (order, seen) = mpsc::channel();
     let (release, held) = mpsc::channel::<()>();
-    rig.scatter_with(&gate, move |_| held.recv().unwrap());
-    while rig.device.shared.queue.lock().running == 0 {
-        std::thread::yield_now();
-    }
+    let (begin, begun) = mpsc::channel();
+    rig.scatter_with(&gate, move |_| {
+        begin.send(()).unwrap();
+        held.recv().unwrap();
+    });
+    begun.recv().unwrap();
     let stores = order.clone();
     rig.gather_with(vec![rig.part()], move |_| stores.send("store").unwrap());
     for _ in 0..10 {
         let loads = order.clone();
         rig.scatter_with(&gate, move |_| loads.send("load").unwrap());
     }
-    assert_eq!(rig.device.jobs(), 12);
     drop(order);
     release.send(()).unwrap();
     let order: Vec<_> = seen.iter().collect();
@@ -237,14 +224,14 @@ fn closing_finishes_what_is_queued_and_refuses_what_comes_later() {
     let (tx, rx) = mpsc::channel();
     for n in 0..20 {
         let tx = tx.clone();
-        rig.scatter_nth(n, &gate, move |s| tx.send(s.error.is_none()).unwrap());
+        rig.scatter_nth(n, &gate, move |s| tx.send(s.is_ok()).unwrap());
     }
     rig.device.close();
     assert_eq!(rx.try_iter().filter(|ok| *ok).count(), 20);
     let (tx, rx) = mpsc::channel();
-    rig.scatter_with(&gate, move |s| tx.send(s.error.unwrap().kind()).unwrap());
+    rig.scatter_with(&gate, move |s| tx.send(s.unwrap_err().kind()).unwrap());
     assert_eq!(rx.recv().unwrap(), ErrorKind::Closed);
-    assert_eq!((rig.device.jobs(), rig.pool.taken()), (0, 0));
+    assert_eq!(rig.pool.taken(), 0);
 }
 
 #[test]

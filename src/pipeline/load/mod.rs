@@ -21,7 +21,7 @@ use super::cause::MissCause;
 use super::seam::ChunkSource;
 use crate::device::{Fence, Gate, PagedKv, Stream as DeviceStream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::paged::ChunkPlan;
+use crate::paged::ChunkPlans;
 
 mod pump;
 mod run;
@@ -42,10 +42,8 @@ pub struct LoadChunk {
     /// Tokens of the prefix that are usable once it is there: what the caller wants of it, and
     /// tokens after it that the caller has already.
     pub covers: usize,
-    /// Where its tokens go, one plan per KV cache group.
-    pub plans: Vec<Arc<ChunkPlan>>,
-    /// Which of the plans each layer uses; the first for layers beyond its end.
-    pub layer_groups: Arc<[usize]>,
+    /// Where its tokens go.
+    pub plans: ChunkPlans,
 }
 
 /// What to load.

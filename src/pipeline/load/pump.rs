@@ -656,7 +656,7 @@ fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec, for_accelerator: bool) -> 
     };
     let mut memory: Vec<ChunkMemory> = spec.chunks.iter().enumerate().map(find).collect();
     for (at, (chunk, memory)) in spec.chunks.iter().zip(&mut memory).enumerate() {
-        let is_whole = || (0..layers).all(|l| chunk.plan_of(l).is_some_and(|plan| !plan.is_empty()));
+        let is_whole = || (0..layers).all(|l| chunk.plans.of(l).is_some_and(|plan| !plan.is_empty()));
         if matches!(memory, ChunkMemory::Not)
             && !(for_accelerator && chunk.source.is_direct())
             && let Some(id) = chunk.source.frame_id().filter(|_| is_whole())

@@ -17,7 +17,7 @@ use std::time::Instant;
 use super::LoadInner;
 use super::pump::ReadShare;
 use super::state::{LoadState, ReadStep};
-use crate::device::{Part, ScatterJob, Scattered};
+use crate::device::{CopyJob, CopyOutcome, KvDirection, Part};
 use crate::error::Result;
 use crate::io::{Buf, Completion, Request, copy_buf};
 use crate::pipeline::cause::MissCause;
@@ -169,8 +169,7 @@ impl LoadInner {
         };
         let parts = self.parts(step.chunk, &wanted, |at| step.span.staging_offset(at));
         if parts.is_empty() {
-            let nothing = Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None };
-            self.scatter_done(step, Vec::new(), nothing);
+            self.scatter_done(step, Vec::new(), (staging, Ok(CopyOutcome::default())));
             return true;
         }
         let load = Arc::clone(self);
@@ -178,15 +177,12 @@ impl LoadInner {
             let (load, chunk, wanted) = (Arc::clone(self), step.chunk, wanted.clone());
             move |fence| load.update(|state| state.submitted(chunk, &wanted, Some(&fence)))
         };
-        self.pump.device().scatter(ScatterJob {
-            kv: Arc::clone(&self.kv),
-            staging,
-            parts,
-            zeros: false,
+        let done = move |staging, outcome| load.scatter_done(step, wanted, (staging, outcome));
+        self.pump.device().copy(CopyJob {
             gate: Arc::clone(&self.gate),
             after: self.after.clone(),
             launched: Some(Box::new(launched)),
-            done: Box::new(move |out| load.scatter_done(step, wanted, out)),
+            ..CopyJob::new(KvDirection::IntoKv, Arc::clone(&self.kv), staging, parts, done)
         });
         true
     }
@@ -204,31 +200,33 @@ impl LoadInner {
                 tokens: chunk.tokens as usize,
                 padded_len: extent.padded_len as usize,
                 codec: extent.codec,
-                plan: Arc::clone(chunk.plan_of(layer)?),
+                plan: Arc::clone(chunk.plans.of(layer)?),
             })
         };
         layers.iter().filter_map(part).collect()
     }
 
-    fn scatter_done(self: &Arc<Self>, step: ReadStep, wanted: Vec<usize>, out: Scattered) {
+    fn scatter_done(
+        self: &Arc<Self>,
+        step: ReadStep,
+        wanted: Vec<usize>,
+        (staging, outcome): (Buf, Result<CopyOutcome>),
+    ) {
         // What comes of it may wait for a drive again.
         self.moved();
         let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
         let header = match (&source, step.header) {
             (Some(source), true) => {
                 let at = step.span.staging_offset(u64::from(source.layout().header_offset));
-                source.check_header(out.staging.as_slice().get(at..).unwrap_or_default()).map(Some)
+                source.check_header(staging.as_slice().get(at..).unwrap_or_default()).map(Some)
             }
             _ => Ok(None),
         };
-        let Scattered { staging, crcs, skipped, skipped_blocks, error } = out;
         drop(staging);
-        let scattered = match error {
-            None if skipped => None,
-            None => Some(Ok((crcs, skipped_blocks.is_empty()))),
-            Some(e) => Some(Err(e)),
+        let bad = match outcome {
+            Ok(outcome) if outcome.skipped => None,
+            outcome => self.judge(&step, &wanted, outcome, header),
         };
-        let bad = scattered.and_then(|outcome| self.judge(&step, &wanted, outcome, header));
         let bad = bad.and_then(|cause| self.report(step.chunk, cause));
         self.update(|state| {
             state.end_scatter(&step);
@@ -245,21 +243,20 @@ impl LoadInner {
         }
     }
 
-    /// Why the chunk of a step is bad, if it is. `scattered` has the CRCs of its layers, and
-    /// whether all blocks of the plan were written; `header` what the header says, where the step
+    /// Why the chunk of a step is bad, if it is. `header` is what the header says, where the step
     /// has it. Layers that do not verify are wiped, or, where they came from the memory tier, read
     /// from the drive.
     fn judge(
         &self,
         step: &ReadStep,
         wanted: &[usize],
-        scattered: Result<(Vec<u32>, bool)>,
+        scattered: Result<CopyOutcome>,
         header: Result<Option<Vec<u32>>>,
     ) -> Option<MissCause> {
         let bytes = self.bytes_of(step.chunk, wanted);
         let mut state = self.state.lock();
-        let (crcs, is_whole) = match scattered {
-            Ok(scattered) if scattered.0.len() == wanted.len() => scattered,
+        let CopyOutcome { crcs, skipped_blocks, .. } = match scattered {
+            Ok(scattered) if scattered.crcs.len() == wanted.len() => scattered,
             outcome => {
                 tracing::warn!(error = ?outcome.err(), "a scatter failed");
                 state.wipe(step.chunk, wanted.to_vec());
@@ -270,7 +267,7 @@ impl LoadInner {
         state.submitted(step.chunk, wanted, None);
         // Once this has verified, another thread may finish the load.
         state.add_bytes(bytes);
-        if is_whole {
+        if skipped_blocks.is_empty() {
             let extents = wanted.iter().copied().zip(crcs);
             if step.in_memory {
                 state.came_from_memory(step.chunk, extents);
@@ -302,21 +299,17 @@ impl LoadInner {
         // All parts may lie at the same place in staging: it is only read as zeros.
         let parts = self.parts(chunk, &layers, |_| 0);
         let load = Arc::clone(self);
-        self.pump.device().scatter(ScatterJob {
-            kv: Arc::clone(&self.kv),
-            staging,
-            parts,
+        let done = move |staging, outcome: Result<CopyOutcome>| {
+            drop(staging);
+            if let Err(e) = outcome {
+                tracing::warn!(error = %e, chunk, "layers that did not verify could not be overwritten with zeros");
+            }
+            load.update(|state| state.wiped(1));
+        };
+        self.pump.device().copy(CopyJob {
             zeros: true,
             gate: Arc::clone(&self.gate),
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |out| {
-                drop(out.staging);
-                if let Some(e) = out.error {
-                    tracing::warn!(error = %e, chunk, "layers that did not verify could not be overwritten with zeros");
-                }
-                load.update(|state| state.wiped(1));
-            }),
+            ..CopyJob::new(KvDirection::IntoKv, Arc::clone(&self.kv), staging, parts, done)
         });
     }
 

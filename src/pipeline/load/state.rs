@@ -20,7 +20,6 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -699,11 +698,8 @@ impl ReadStep {
 
 impl LoadChunkState {
     fn new(chunk: &LoadChunk, layers: usize, memory: ChunkMemory) -> Self {
-        let needed = |l: usize| chunk.plan_of(l).is_some_and(|p| !p.is_empty());
+        let needed = |l: usize| chunk.plans.of(l).is_some_and(|p| !p.is_empty());
         let missing: Vec<bool> = (0..layers).map(needed).collect();
-        let mut blocks: Vec<u32> = chunk.plans.iter().flat_map(|p| p.block_ids()).copied().collect();
-        blocks.sort_unstable();
-        blocks.dedup();
         Self {
             covers: chunk.covers,
             layout: chunk.source.layout().clone(),
@@ -714,7 +710,7 @@ impl LoadChunkState {
             expected: None,
             early: Vec::new(),
             scattering: 0,
-            blocks,
+            blocks: chunk.plans.block_ids(),
             damage: None,
             is_reported: false,
             from_memory: matches!(memory, ChunkMemory::Hit(_)),
@@ -722,12 +718,5 @@ impl LoadChunkState {
             framed: 0,
             dirty: Vec::new(),
         }
-    }
-}
-
-impl LoadChunk {
-    /// The plan of layer `layer`: that of its KV cache group.
-    pub(super) fn plan_of(&self, layer: usize) -> Option<&Arc<crate::paged::ChunkPlan>> {
-        self.plans.get(self.layer_groups.get(layer).copied().unwrap_or(0))
     }
 }

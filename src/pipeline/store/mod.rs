@@ -23,7 +23,7 @@ use super::seam::BeginPut;
 use crate::device::{Fence, Gate, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
-use crate::paged::ChunkPlan;
+use crate::paged::ChunkPlans;
 
 mod pump;
 mod run;
@@ -39,10 +39,8 @@ pub struct StoreChunk {
     pub layout: SlotLayout,
     /// Tokens that it holds.
     pub tokens: u32,
-    /// Where its tokens lie, one plan per KV cache group; every token must be mapped.
-    pub plans: Vec<Arc<ChunkPlan>>,
-    /// Which of the plans each layer uses; the first for layers beyond its end.
-    pub layer_groups: Arc<[usize]>,
+    /// Where its tokens lie; every one must be mapped.
+    pub plans: ChunkPlans,
     /// Opens its slot.
     pub begin: BeginPut,
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::StoreInner;
 use super::state::{NextStep, StoreStep};
-use crate::device::{GatherJob, Gathered};
+use crate::device::{CopyJob, CopyOutcome, KvDirection};
 use crate::error::{ErrorKind, Result};
 use crate::io::{Buf, Completion, MemorySpace, Rejected, Request, copy_buf};
 use crate::pipeline::cause::ShedCause;
@@ -85,51 +85,55 @@ impl StoreInner {
             move |fence| store.update(|state| state.submitted(&step, &fence))
         };
         self.pump.moved(step.drive);
-        self.pump.device().gather(GatherJob {
-            kv: Arc::clone(&self.kv),
-            staging,
-            parts,
+        let done = move |staging, outcome| store.gather_done(step, (staging, outcome), frame);
+        self.pump.device().copy(CopyJob {
             gate: Arc::clone(&self.gate),
             after,
             launched: Some(Box::new(launched)),
-            done: Box::new(move |out| store.gather_done(step, out, frame)),
+            ..CopyJob::new(KvDirection::OutOfKv, Arc::clone(&self.kv), staging, parts, done)
         });
     }
 
-    fn gather_done(self: &Arc<Self>, step: StoreStep, out: Gathered, frame: Option<Buf>) {
-        if let Some(e) = &out.error {
-            tracing::warn!(error = %e, "a gather failed");
-        }
-        let crcs = match &out {
-            Gathered { error: Some(_), .. } => Err(ShedCause::Internal),
-            Gathered { misfit: true, .. } => Err(ShedCause::Codec),
-            Gathered { skipped: true, .. } => Err(ShedCause::Cancelled),
-            Gathered { skipped_blocks, .. } if !skipped_blocks.is_empty() => Err(ShedCause::Unmapped),
-            Gathered { crcs, .. } => Ok(crcs.as_slice()),
+    fn gather_done(
+        self: &Arc<Self>,
+        step: StoreStep,
+        (staging, outcome): (Buf, Result<CopyOutcome>),
+        frame: Option<Buf>,
+    ) {
+        let is_misfit = outcome.as_ref().is_ok_and(|out| out.misfit);
+        let crcs = match outcome {
+            Err(e) => {
+                tracing::warn!(error = %e, "a gather failed");
+                Err(ShedCause::Internal)
+            }
+            Ok(out) if out.misfit => Err(ShedCause::Codec),
+            Ok(out) if out.skipped => Err(ShedCause::Cancelled),
+            Ok(out) if !out.skipped_blocks.is_empty() => Err(ShedCause::Unmapped),
+            Ok(out) => Ok(out.crcs),
         };
         let mut misfitting = None;
         let mut sink = None;
         self.update(|state| {
             // Buffers of the staging pool lie in a region, parts of frames do not.
-            if frame.is_some() || out.staging.region().is_none() {
-                state.gathered_into(&step, frame.as_ref().unwrap_or(&out.staging));
+            if frame.is_some() || staging.region().is_none() {
+                state.gathered_into(&step, frame.as_ref().unwrap_or(&staging));
             }
-            misfitting = if out.misfit { state.misfit(&step) } else { None };
-            sink = state.gathered(&step, crcs);
+            misfitting = if is_misfit { state.misfit(&step) } else { None };
+            sink = state.gathered(&step, crcs.as_deref().map_err(|cause| *cause));
         });
         if let Some(misfitting) = misfitting {
             let begin = misfitting.misfit();
             self.update(|state| state.begun_again(&step, begin));
         }
         let Some(sink) = sink else {
-            drop((out.staging, frame));
+            drop((staging, frame));
             return self.pump.notify();
         };
         match frame.zip(self.pump.mover()) {
-            None => self.write_from(step, sink, out.staging),
+            None => self.write_from(step, sink, staging),
             Some((frame, mover)) => {
                 let (store, len) = (Arc::clone(self), frame.len());
-                copy_buf(&**mover, (out.staging, frame), len, move |result, (staging, frame)| {
+                copy_buf(&**mover, (staging, frame), len, move |result, (staging, frame)| {
                     drop(staging);
                     match result {
                         Ok(()) => store.write_from(step, sink, frame),

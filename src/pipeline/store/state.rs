@@ -21,7 +21,7 @@ use super::{StoreChunk, StorePlan, StoreResult};
 use crate::device::{Fence, Part, add_fence};
 use crate::format::layout::SlotLayout;
 use crate::io::Buf;
-use crate::paged::ChunkPlan;
+use crate::paged::ChunkPlans;
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::{GroupSpan, group_end};
 use crate::pipeline::order::LayerOrder;
@@ -61,8 +61,7 @@ enum StorePhase {
 struct StoreChunkState {
     layout: SlotLayout,
     tokens: u32,
-    plans: Vec<Arc<ChunkPlan>>,
-    layer_groups: Arc<[usize]>,
+    plans: ChunkPlans,
     phase: StorePhase,
     /// How often it was begun again.
     attempt: u32,
@@ -367,7 +366,7 @@ impl StoreState {
                 tokens: chunk.tokens as usize,
                 padded_len: extent.padded_len as usize,
                 codec: extent.codec,
-                plan: Arc::clone(chunk.plans.get(chunk.layer_groups.get(layer).copied().unwrap_or(0))?),
+                plan: Arc::clone(chunk.plans.of(layer)?),
             })
         };
         step.layers.clone().filter_map(part).collect()
@@ -627,7 +626,6 @@ impl StoreChunkState {
             layout: chunk.layout,
             tokens: chunk.tokens,
             plans: chunk.plans,
-            layer_groups: chunk.layer_groups,
             phase: StorePhase::Waiting(chunk.begin),
             attempt: 0,
             next: 0,
@@ -707,7 +705,8 @@ mod tests {
         let layout = SlotLayout::of_chunk(&geometry, 16);
         let sink: Arc<dyn ChunkSink> = Arc::new(Slot(layout.clone()));
         let begin: BeginPut = Box::new(move || Begun::Open(sink));
-        let chunk = StoreChunk { layout, tokens: 16, plans: Vec::new(), layer_groups: Arc::new([]), begin };
+        let plans = ChunkPlans::new(Vec::new(), Arc::default());
+        let chunk = StoreChunk { layout, tokens: 16, plans, begin };
         let mut state = StoreState::new(1, 2, 1 << 20);
         state.plan(StorePlan { chunks: vec![chunk], ..StorePlan::default() });
         state.announce_all(None);

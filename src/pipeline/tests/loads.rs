@@ -6,9 +6,8 @@ use futures_util::Stream;
 
 use super::disk::{Fate, Slot};
 use super::memory::{all_of, bring_damaged, wait_used, world_with};
-use super::world::{EXTENT, LAYERS, TOKENS, World};
+use super::world::{EXTENT, LAYERS, TOKENS, World, without};
 use crate::error::ErrorKind;
-use crate::paged::ChunkPlan;
 use crate::pipeline::{Absent, LayerReady, Load, LoadResult, LoadSpec, MissCause, PipelineOptions};
 
 const T: usize = TOKENS as usize;
@@ -383,8 +382,7 @@ fn hung_reads_keep_their_staging_until_they_end_and_other_loads_go_on() {
     w.disk.pause();
     let (a, b) = (w.kv(2), w.kv(2));
     let mut spec = w.load_spec(&a, &slots[..1]);
-    spec.chunks[0].layer_groups = Arc::new([0, 1, 0, 1]);
-    spec.chunks[0].plans.push(Arc::new(ChunkPlan::new(&[-1; T], None, 4, 8).unwrap()));
+    spec.chunks[0].plans = without(&a, 0, &[false, true, false, true]);
     let load = w.pipeline().load(spec).unwrap();
     w.disk.wait_held(2);
     w.disk.run();
@@ -507,7 +505,7 @@ fn masked_chunks_are_not_read_and_count_as_usable() {
     let already = w.disk.log().len();
     let to = w.kv(3);
     let mut spec = w.load_spec(&to, &slots);
-    spec.chunks[0].plans = vec![Arc::new(ChunkPlan::new(&[-1; T], None, 4, 12).unwrap())];
+    spec.chunks[0].plans = without(&to, 0, &[true; 4]);
     assert_eq!(w.pipeline().load(spec).unwrap().wait().tokens, 3 * T);
     assert!(w.disk.log()[already..].iter().all(|s| s.slot != slots[0].slot));
     assert!(to.chunk_bytes(0).iter().flatten().all(|&b| b == 0));
@@ -521,8 +519,7 @@ fn layers_whose_group_needs_nothing_of_a_chunk_are_not_read() {
     let already = w.disk.log().len();
     let to = w.kv(1);
     let mut spec = w.load_spec(&to, &slots);
-    spec.chunks[0].plans.push(Arc::new(ChunkPlan::new(&[-1; T], None, 4, 4).unwrap()));
-    spec.chunks[0].layer_groups = Arc::new([1, 0, 1, 0]);
+    spec.chunks[0].plans = without(&to, 0, &[true, false, true, false]);
     assert_eq!(w.pipeline().load(spec).unwrap().wait().tokens, T);
     assert_eq!(w.disk.log().len() - already, 3, "header, layer 1, layer 3");
     let (to, from) = (to.bytes(), from.bytes());

@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::disk::{Fate, Slot};
-use super::world::{EXTENT, Kv, LAYERS, TOKENS, World};
+use super::world::{EXTENT, Kv, LAYERS, TOKENS, World, without};
 use crate::device::{HugePages, StagingOptions, StagingPool};
 use crate::error::ErrorKind;
 use crate::format::crc;
@@ -245,10 +245,8 @@ fn a_full_queue_or_part_of_a_chunk_changes_nothing() {
     wait_used(&tier, 0);
     let to = w.kv(3);
     let mut spec = w.load_spec(&to, &slots);
-    let nothing = Arc::new(crate::paged::ChunkPlan::new(&[-1; T], None, 4, 12).unwrap());
-    for chunk in &mut spec.chunks {
-        chunk.plans.push(Arc::clone(&nothing));
-        chunk.layer_groups = Arc::new([0, 1, 0, 0]);
+    for (i, chunk) in spec.chunks.iter_mut().enumerate() {
+        chunk.plans = without(&to, i, &[false, true, false, false]);
     }
     assert_eq!(w.pipeline().load(spec).unwrap().wait().tokens, 3 * T);
     assert_eq!(tier.stats().used_bytes, 0, "a layer is missing");

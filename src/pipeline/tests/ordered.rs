@@ -2,8 +2,8 @@
 //! here both happen when the test says so.
 
 use std::any::Any;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -12,7 +12,7 @@ use super::disk::{Fate, Slot};
 use super::memory::{bring_damaged, tier_of, wait_used};
 use super::world::{Kv, LAYERS, TOKENS, World};
 use crate::device::{
-    Device, Fence, GatherJob, HostDevice, KvMemory, PagedKv, Point, RopeShift, ScatterJob, StagingOptions, StagingPool, Stream,
+    CopyJob, Device, Fence, HostDevice, KvMemory, PagedKv, Point, RopeShift, StagingOptions, StagingPool, Stream,
 };
 use crate::error::{ErrorKind, Result};
 use crate::io::MemorySpace;
@@ -46,16 +46,11 @@ fn number(fence: &Fence) -> usize {
     fence.point().downcast_ref::<Mark>().unwrap().number
 }
 
-enum Job {
-    Scatter(ScatterJob),
-    Gather(GatherJob),
-}
-
 /// A device whose jobs wait until the test submits them, and then until it runs them.
 struct Later {
     host: Arc<HostDevice>,
-    queued: Mutex<Vec<Job>>,
-    running: Mutex<Vec<(Arc<Mark>, Job)>>,
+    queued: Mutex<Vec<CopyJob>>,
+    running: Mutex<Vec<(Arc<Mark>, CopyJob)>>,
     changed: Condvar,
     marks: AtomicUsize,
     /// Numbers of the marks that streams were made to wait for, call by call.
@@ -84,11 +79,6 @@ impl Later {
         Arc::new(Mark { number, passed: AtomicBool::new(false) })
     }
 
-    fn queue(&self, job: Job) {
-        self.queued.lock().push(job);
-        self.changed.notify_all();
-    }
-
     /// Waits for `n` jobs and submits them; the numbers of their marks.
     fn submit(&self, n: usize) -> Vec<usize> {
         let mut numbers = Vec::new();
@@ -101,11 +91,8 @@ impl Later {
             drop(queued);
             let mark = self.mark();
             numbers.push(mark.number);
-            let (launched, after) = match &mut job {
-                Job::Scatter(j) => (j.launched.take(), &j.after),
-                Job::Gather(j) => (j.launched.take(), &j.after),
-            };
-            self.afters.lock().push(after.iter().map(number).collect());
+            let launched = job.launched.take();
+            self.afters.lock().push(job.after.iter().map(number).collect());
             self.running.lock().push((Arc::clone(&mark), job));
             if let Some(launched) = launched {
                 launched(Fence::new(mark));
@@ -126,22 +113,19 @@ impl Later {
         while queued.len() < n {
             self.changed.wait(&mut queued);
         }
-        queued.sort_by_key(|job| match job {
-            Job::Scatter(j) => j.parts.iter().map(|p| p.layer).max(),
-            Job::Gather(j) => j.parts.iter().map(|p| p.layer).max(),
-        });
+        queued.sort_by_key(|job| job.parts.iter().map(|p| p.layer).max());
     }
 
     /// Does what was submitted.
     fn run(&self) {
         for (mark, job) in std::mem::take(&mut *self.running.lock()) {
-            match job {
-                Job::Scatter(job) => self.host.scatter(job),
-                Job::Gather(job) => self.host.gather(job),
-            }
-            while self.host.jobs() > 0 {
-                std::thread::yield_now();
-            }
+            let (done, (tx, rx)) = (job.done, mpsc::channel());
+            let then = move |staging, outcome| {
+                done(staging, outcome);
+                tx.send(()).unwrap();
+            };
+            self.host.copy(CopyJob { done: Box::new(then), ..job });
+            rx.recv().unwrap();
             mark.passed.store(true, Ordering::SeqCst);
         }
     }
@@ -152,12 +136,9 @@ impl Device for Later {
         MemorySpace::Device(0)
     }
 
-    fn scatter(&self, job: ScatterJob) {
-        self.queue(Job::Scatter(job));
-    }
-
-    fn gather(&self, job: GatherJob) {
-        self.queue(Job::Gather(job));
+    fn copy(&self, job: CopyJob) {
+        self.queued.lock().push(job);
+        self.changed.notify_all();
     }
 
     fn turn_keys(&self, _: &PagedKv, _: &[RopeShift], _: &[Fence]) -> Result<()> {
@@ -184,10 +165,6 @@ impl Device for Later {
         assert_eq!(stream, STREAM);
         self.waits.lock().push(fences.iter().map(number).collect());
         Ok(())
-    }
-
-    fn jobs(&self) -> usize {
-        self.queued.lock().len() + self.running.lock().len()
     }
 
     fn close(&self) {}
@@ -408,9 +385,8 @@ fn a_cancelled_load_gives_the_memory_back_only_when_the_device_has_left_it() {
     device.run();
     cancelled.wait();
     let before = to.bytes();
-    while device.jobs() > 0 {
-        let queued = device.queued.lock().len();
-        device.submit(queued);
+    while !device.queued.lock().is_empty() {
+        device.submit_queued();
         device.run();
     }
     assert!(to.bytes() == before, "written after the memory was given back");

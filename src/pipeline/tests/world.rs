@@ -8,7 +8,7 @@ use crate::device::{Device, HostDevice, HostMemory, HugePages, PagedKv, StagingO
 use crate::format::layout::SlotLayout;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::key::ChunkKey;
-use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
+use crate::paged::{ChunkPlan, ChunkPlans, KvLayout, KvShape, Packing, PagedLayout};
 use crate::pipeline::{
     Backpressure, Begun, Load, LoadChunk, LoadSpec, Pipeline, PipelineOptions, Store, StoreChunk, StoreChunks,
     StorePlan, StoreSpec,
@@ -82,6 +82,17 @@ pub(super) fn plan(kv: &Kv, chunk: usize, tokens: u32) -> Arc<ChunkPlan> {
     Arc::new(ChunkPlan::new(&slots, None, BLOCK, blocks).unwrap())
 }
 
+fn plans(kv: &Kv, chunk: usize, tokens: u32) -> ChunkPlans {
+    ChunkPlans::new(vec![plan(kv, chunk, tokens)], Arc::default())
+}
+
+/// The plans of a chunk of which the layers that are `true` need nothing.
+pub(super) fn without(kv: &Kv, chunk: usize, layers: &[bool]) -> ChunkPlans {
+    let there = plan(kv, chunk, TOKENS);
+    let nothing = ChunkPlan::new(&[-1; TOKENS as usize], None, BLOCK, there.num_blocks()).unwrap();
+    ChunkPlans::new(vec![there, Arc::new(nothing)], layers.iter().map(|&needs_none| usize::from(needs_none)).collect())
+}
+
 impl World {
     /// A world with staging of so many slots for loads and for stores, each of one extent.
     pub(super) fn new(load_slots: usize, store_slots: usize) -> Self {
@@ -150,8 +161,7 @@ impl World {
             StoreChunk {
                 layout: slot.layout.clone(),
                 tokens: TOKENS,
-                plans: vec![plan(kv, i, TOKENS)],
-                layer_groups: Arc::new([]),
+                plans: plans(kv, i, TOKENS),
                 begin: Box::new(move || Begun::Open(sink)),
             }
         };
@@ -187,8 +197,7 @@ impl World {
             source: Arc::clone(slot) as _,
             tokens: TOKENS,
             covers: TOKENS as usize,
-            plans: vec![plan(kv, i, TOKENS)],
-            layer_groups: Arc::new([]),
+            plans: plans(kv, i, TOKENS),
         };
         LoadSpec {
             kv: Arc::clone(&kv.kv),

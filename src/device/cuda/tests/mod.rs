@@ -10,11 +10,11 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
 use crate::device::cuda::batch::{BatchPlace, LaunchBatch};
-use crate::device::parts::KvDirection;
 use crate::device::{
-    Device, Gate, GatherJob, HostDevice, HostMemory, HugePages, KvMemory, PagedKv, Part, ScatterJob, StagingOptions,
-    StagingPool,
+    CopyJob, CopyOutcome, Device, HostDevice, HostMemory, HugePages, KvDirection, KvMemory, PagedKv, Part,
+    StagingOptions, StagingPool,
 };
+use crate::error::Result;
 use crate::format::exp4::CodedShape;
 use crate::format::layout::SlotCodec;
 use crate::geometry::{LayerKind, LayerSpec};
@@ -131,35 +131,11 @@ fn like_kv(noise: &[u8]) -> Vec<u8> {
 fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
     let device = HostDevice::new(1).unwrap();
     let (tx, rx) = mpsc::channel();
-    let (kv, gate) = (Arc::clone(kv), Arc::new(Gate::new()));
-    let outcome = |staging: Buf, crcs, misfit, skipped_blocks| Outcome {
-        staging: staging.as_slice().to_vec(),
-        crcs,
-        misfit,
-        skipped_blocks,
-    };
-    match way {
-        KvDirection::IntoKv => device.scatter(ScatterJob {
-            kv,
-            staging,
-            parts,
-            zeros: false,
-            gate,
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, false, s.skipped_blocks)).unwrap()),
-        }),
-        KvDirection::OutOfKv => device.gather(GatherJob {
-            kv,
-            staging,
-            parts,
-            gate,
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.misfit, s.skipped_blocks)).unwrap()),
-        }),
-    }
-    rx.recv().unwrap()
+    let done = move |staging, outcome| tx.send((staging, outcome)).unwrap();
+    device.copy(CopyJob::new(way, Arc::clone(kv), staging, parts, done));
+    let (staging, outcome): (Buf, Result<CopyOutcome>) = rx.recv().unwrap();
+    let CopyOutcome { crcs, misfit, skipped_blocks, .. } = outcome.unwrap();
+    Outcome { staging: staging.as_slice().to_vec(), crcs, misfit, skipped_blocks }
 }
 
 fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], mut stagings: Vec<Buf>, case: &Case) -> Vec<Outcome> {
