@@ -546,6 +546,8 @@ fn a_fetch_that_is_cancelled_or_late_ends_and_leaves_nothing_behind() {
     assert_eq!(wait(&pending).stopped, Some("cancelled"));
     let late = two.fetch(&p, Instant::now()).unwrap();
     assert_eq!(wait(&late).stopped, Some("timed_out"));
+    let stats = two.stats().unwrap().remote;
+    assert_eq!((stats.missed("cancelled"), stats.missed("timed_out")), (1, 1));
     server.spoil(|_, _| Spoil::No);
     // The slots of those puts are free again.
     assert_eq!(fetch(&two, &p).chunks, 3);

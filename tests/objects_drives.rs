@@ -10,7 +10,8 @@ use forebay::config::{Codec, DriveSettings, Placement, Settings};
 use forebay::io::{Fault, Op, Request};
 use forebay::key::object_key;
 use forebay::log::fsck::{LaneDir, RawLane, deep, lanes};
-use forebay::objects::{ObjectGet, ObjectMemory, ObjectStore};
+use forebay::objects::{ObjectCause, ObjectGet, ObjectMemory, ObjectStore};
+use objects_world::held::Hold;
 use objects_world::*;
 
 const MIB: usize = 1 << 20;
@@ -120,24 +121,23 @@ fn a_drive_that_hangs_leaves_staging_for_the_others() {
 fn thousands_of_reads_that_wait_for_a_hung_drive_keep_no_batch_from_the_other() {
     let (a, b) = (dir(), dir());
     let mut settings = two_drives(a.path(), b.path(), Placement::Stripe);
-    (settings.io_timeout_ms, settings.staging, settings.store_staging) = (20_000, 8 << 20, 8 << 20);
-    let hung = Arc::new(AtomicBool::new(false));
-    let (on, of_a) = (Arc::clone(&hung), a.path().to_owned());
-    let rule = move |_: u64, r: &Request| {
-        let is_read_of_a = r.op == Op::Read && r.file.path().starts_with(&of_a);
-        (is_read_of_a && on.load(Ordering::SeqCst)).then_some(Fault::Hang)
-    };
+    (settings.io_timeout_ms, settings.staging, settings.store_staging) = (600_000, 8 << 20, 8 << 20);
+    let of_a = a.path().to_owned();
+    let hold = Hold::new(move |r| r.op == Op::Read && r.file.path().starts_with(&of_a));
     let mut options = options(&settings);
-    options.drive_factory = Some(faulty(rule.clone(), rule));
+    options.drive_factory = Some(hold.drives());
     let store = ObjectStore::open_with(options).unwrap();
     let names: Vec<String> = (0..10_000).map(|n| format!("{n}")).collect();
     assert!(put(&store, names.iter().map(|name| object(name, 1, 100)).collect()).all_ok());
     let (on_a, on_b) = by_drive(&store, &names, a.path());
     assert!(on_a.len() > 4200, "{} on a", on_a.len());
-    hung.store(true, Ordering::SeqCst);
+    hold.begin();
     let target = || ObjectMemory::from_vec(vec![0; 100]).unwrap();
-    let of_a = on_a.iter().map(|name| ObjectGet { key: (*name).into(), target: target() }).collect();
+    // The last key is not there, and is answered when all reads have been planned.
+    let keys = on_a.iter().copied().chain(["nobody"]);
+    let of_a = keys.map(|key| ObjectGet { key: key.into(), target: target() }).collect();
     let waits = store.submit_get(of_a).unwrap();
+    until(|| store.stats().gets.no_for(ObjectCause::NotFound) == 1);
     assert_eq!(exists(&store, &on_a[..10]), [true; 10]);
     assert!(get(&store, &on_b[..10], 100).iter().all(|(got, _)| got.ok));
     let stored: Vec<_> = (0..20).map(|n| put_one(&store, &format!("new {n}"), 1, 100)).collect();

@@ -198,6 +198,38 @@ fn a_head_that_cannot_be_written_leaves_no_parts() {
 }
 
 #[test]
+fn what_a_drive_does_not_make_unreadable_is_said() {
+    for (fault, cause) in [(Fault::Fail, ObjectCause::Io), (Fault::Hang, ObjectCause::TimedOut)] {
+        let dir = dir();
+        let (reading, flushing) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (reads, flushes) = (Arc::clone(&reading), Arc::clone(&flushing));
+        let mut settings = settings(dir.path());
+        settings.io_timeout_ms = 500;
+        let mut options = options(&settings);
+        options.drive_factory = Some(faulty(
+            move |_, r| (reads.load(Ordering::SeqCst) && r.len >= MIB / 2).then_some(Fault::Fail),
+            move |_, r| (flushes.load(Ordering::SeqCst) && r.op == Op::Flush).then_some(fault),
+        ));
+        let store = ObjectStore::open_with(options).unwrap();
+        assert!(put(&store, vec![object("lost", 1, 17 * MIB), object("kept", 1, 100)]).all_ok());
+        reading.store(true, Ordering::SeqCst);
+        assert_eq!(get_one(&store, "lost", 17 * MIB), Err(ObjectCause::Io));
+        reading.store(false, Ordering::SeqCst);
+        assert_eq!(exists(&store, &["lost", "kept"]), [false, true]);
+        flushing.store(true, Ordering::SeqCst);
+        // What is left of the object goes before it is stored anew.
+        assert_eq!(put_one(&store, "lost", 2, 17 * MIB).cause, Some(cause));
+        let deleted = store.submit_delete(vec![b"kept".to_vec()]).unwrap();
+        assert_eq!(store.wait(deleted, LONG).unwrap().results[0].cause, Some(cause));
+        flushing.store(false, Ordering::SeqCst);
+        if fault == Fault::Fail {
+            assert!(put_one(&store, "lost", 2, 17 * MIB).ok);
+            assert!(get_one(&store, "lost", 17 * MIB) == Ok(value("lost", 2, 17 * MIB)));
+        }
+    }
+}
+
+#[test]
 fn what_is_being_stored_is_not_written_twice() {
     let dir = dir();
     let hold = Hold::new(|r| r.op == Op::Write && r.file.path().ends_with("data.kv"));

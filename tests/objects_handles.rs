@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::ErrorKind;
+use forebay::config::Settings;
 use forebay::device::HostMemory;
 use forebay::io::Op;
 use forebay::objects::{
@@ -224,4 +225,26 @@ fn every_metric_has_a_value_and_a_line_in_the_docs() {
         assert!(docs.contains(&format!("| `{}` |", cause.as_str())), "docs/objects.md lacks {}", cause.as_str());
     }
     assert!(text.contains("forebay_object_keys_total{op=\"get\"} 1"), "{text}");
+}
+
+#[test]
+#[expect(unsafe_code, reason = "forks")]
+fn a_forked_child_of_a_process_with_a_cache_opens_none_whatever_it_drops() {
+    let nowhere = || ObjectStore::open(&Settings::at("/no/such/place/at/all"), "n");
+    let store = nowhere().unwrap();
+    let is_refused = || nowhere().is_err_and(|e| e.kind() == ErrorKind::Forked);
+    // SAFETY: the child makes a few calls and leaves by `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let before = is_refused();
+        drop(store);
+        let refused = before && is_refused();
+        // SAFETY: ends the child without running anything of the test harness.
+        unsafe { libc::_exit(i32::from(!refused)) };
+    }
+    let mut status = -1;
+    // SAFETY: `status` is a valid place.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0);
+    assert!(!is_refused(), "the parent may open another");
 }

@@ -77,7 +77,7 @@ enum Progress {
     GoesOn,
     /// Records wait for a page of the ring, whose oldest is kept by puts under way or by a segment
     /// that cannot be closed yet, or for an earlier write to end. That ends by itself, and counts
-    /// as no error; only a flush that is waited for fails.
+    /// as no error; only a flush fails that reclaim, or a log without threads, waits for.
     RingIsFull,
 }
 
@@ -254,8 +254,7 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
 
 fn trouble(lane: &Lane, e: &Error) {
     if e.kind() == ErrorKind::Busy {
-        // Nothing has failed: the ring or the queue is full, or an earlier write has not ended. A
-        // flush that is waited for gets the error.
+        // Nothing has failed: the ring or the queue is full, or an earlier write has not ended.
         return;
     }
     lane.ctx.counters.write_errors.add(1);
@@ -285,7 +284,16 @@ pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
         }
         lane.progress.wait_for(&mut state, Duration::from_millis(1));
     }
-    flush_records(lane, state, deadline)
+    loop {
+        let outcome = flush_records(lane, state, deadline);
+        let waits = outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::Busy);
+        if !waits || lane.ctx.options.foreground || Instant::now() >= deadline {
+            return outcome;
+        }
+        // That ends by itself.
+        state = lane.state()?;
+        lane.progress.wait_for(&mut state, RETRY);
+    }
 }
 
 /// As [`flush`], but does not wait for puts, and may use the ring's last pages. For reclaim: puts

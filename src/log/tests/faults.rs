@@ -379,6 +379,34 @@ fn a_ring_that_is_full_waits_for_the_put_that_keeps_it_and_is_no_error() {
 }
 
 #[test]
+fn a_flush_waits_while_the_ring_is_full() {
+    let dir = temp();
+    let (log, _) = faulty(LogOptions { ring_pages: Some(RING_PAGES), ..options(dir.path()) });
+    let slow = begin(&log, spec(0)).unwrap().unwrap();
+    let others = 1..2 * u64::from(RING_PAGES);
+    let full = others.clone().find(|n| {
+        assert!(store(&log, *n));
+        log.flush_until(Instant::now() + Duration::from_millis(300)).is_err()
+    });
+    assert!(full.is_some(), "the ring is larger than the test thinks");
+    let lane = log.volumes[0].own().unwrap();
+    let asked = lane.state().unwrap().pending.ask();
+    std::thread::scope(|scope| {
+        let flush = scope.spawn(|| log.flush());
+        // The journal has answered it once.
+        while lane.state().unwrap().pending.outcome(asked + 1).is_none() {
+            std::thread::yield_now();
+        }
+        let crcs = write_extents(&log, &slow, 0, 0).unwrap();
+        commit(slow, &crcs).unwrap();
+        flush.join().unwrap().unwrap();
+    });
+    drop(lane);
+    let log = crash(log);
+    assert!((0..full.unwrap()).all(|n| has(&log, n)));
+}
+
+#[test]
 fn a_close_ends_though_the_queue_takes_nothing_any_more() {
     let dir = temp();
     let io_timeout = Duration::from_millis(300);
