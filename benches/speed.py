@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures the engine against fio on the same file system, interleaved, and writes docs/benchmarks.md.
 
-Every ratio is of two processes run in turn (A B B A ...), by their own clocks, payload bytes only: the mean of what the pairs of
-either order have in the median. fio's best point of a sweep is the peer. O_DIRECT is proven by /proc/<pid>/io: bytes read from the
+Every ratio is of two processes run in turn (A B B A ...), by their own clocks, payload bytes only: the geometric
+mean of two medians, one for each order. fio's best point of a sweep is the peer. O_DIRECT is proven by /proc/<pid>/io: bytes read from the
 device per byte loaded. Nothing here asserts: the table says what was measured, with the target beside it.
 """
 
@@ -344,7 +344,7 @@ def of_both_orders(values):
     """Of runs or pairs in turn (A B B A ...): the geometric mean of the medians of either order.
 
     A drive may give half as much again to whichever of two stores comes second. The median of an odd number of pairs would then be
-    one of the order that is more frequent.
+    a ratio of the more frequent order.
     """
     return math.sqrt(statistics.median(values[0::2]) * statistics.median(values[1::2] or values))
 

@@ -204,7 +204,7 @@ fn what_a_drive_does_not_make_unreadable_is_said() {
         let (reading, flushing) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let (reads, flushes) = (Arc::clone(&reading), Arc::clone(&flushing));
         let mut settings = settings(dir.path());
-        settings.io_timeout_ms = 500;
+        settings.io_timeout_ms = 3000;
         let mut options = options(&settings);
         options.drive_factory = Some(faulty(
             move |_, r| (reads.load(Ordering::SeqCst) && r.len >= MIB / 2).then_some(Fault::Fail),

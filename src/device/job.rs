@@ -72,7 +72,7 @@ pub struct CopyJob {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CopyOutcome {
     /// CRC-32 of each part's unpadded extent, in the order of the parts; empty where the job was
-    /// skipped.
+    /// skipped or a part does not fit.
     pub crcs: Vec<u32>,
     /// The gate was or became closed. After a scatter nothing, or only some of the tokens, was
     /// written; after a gather the staging bytes mean nothing.

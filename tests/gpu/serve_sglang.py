@@ -69,6 +69,7 @@ def flags(cache: dict[str, str], is_linker: bool) -> dict[str, Any]:
         if word.startswith("--"):
             has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
             made[word[2:].replace("-", "_")] = words[at + 1] if has_value else True
+    made["page_size"] = int(made["page_size"])
     if is_linker:
         made["unified_cache_external_linker_config"] = json.loads(made["unified_cache_external_linker_config"])
     else:

@@ -2,7 +2,7 @@
 //! never destroyed or reset.
 //!
 //! Everything made in the context keeps it alive. A forked child must not touch any of it, so what
-//! a `drop` gives back to the driver goes through [`Context::give_back`].
+//! is made in it and dropped goes back to the driver through [`Context::give_back`].
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::{Arc, OnceLock};
@@ -115,9 +115,11 @@ impl Context {
             return;
         }
         let _entered = self.enter();
-        if let Err(e) = check(name, call()) {
-            self.seen(e);
-            tracing::debug!(gpu = self.ordinal, error = %e, "the driver did not take something back");
+        // After a context is lost, which has been said, nothing can be given back.
+        if let Err(e) = check(name, call()).map_err(|e| self.seen(e))
+            && self.broken.get().is_none()
+        {
+            tracing::warn!(gpu = self.ordinal, error = %e, "the driver did not take something back");
         }
     }
 }

@@ -76,8 +76,8 @@ pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
 enum Progress {
     GoesOn,
     /// Records wait for a page of the ring, whose oldest is kept by puts under way or by a segment
-    /// that cannot be closed yet, or for an earlier write to end. That ends by itself, and counts
-    /// as no error; only a flush fails that reclaim, or a log without threads, waits for.
+    /// that cannot be closed yet, or for an earlier write to end. That counts as no error. A flush
+    /// is answered all the same: reclaim, which makes room, must not wait for it.
     RingIsFull,
 }
 
@@ -284,13 +284,14 @@ pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
         }
         lane.progress.wait_for(&mut state, Duration::from_millis(1));
     }
+    let mut waits_for = None;
     loop {
-        let outcome = flush_records(lane, state, deadline);
-        let waits = outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::Busy);
-        if !waits || lane.ctx.options.foreground || Instant::now() >= deadline {
-            return outcome;
+        match (flush_records(lane, state, deadline), waits_for) {
+            // It may pass until then.
+            (Err(e), _) if e.kind() == ErrorKind::Busy && !lane.ctx.options.foreground => waits_for = Some(e),
+            (Err(e), Some(why)) if e.kind() == ErrorKind::TimedOut => return Err(e.source(why)),
+            (outcome, _) => return outcome,
         }
-        // That ends by itself.
         state = lane.state()?;
         lane.progress.wait_for(&mut state, RETRY);
     }

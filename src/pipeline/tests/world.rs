@@ -90,6 +90,9 @@ fn plans(kv: &Kv, chunk: usize, tokens: u32) -> ChunkPlans {
 pub(super) fn without(kv: &Kv, chunk: usize, layers: &[bool]) -> ChunkPlans {
     let there = plan(kv, chunk, TOKENS);
     let nothing = ChunkPlan::new(&[-1; TOKENS as usize], None, BLOCK, there.num_blocks()).unwrap();
+    if layers.iter().all(|needs_none| *needs_none) {
+        return ChunkPlans::new(vec![Arc::new(nothing)], Arc::default());
+    }
     ChunkPlans::new(vec![there, Arc::new(nothing)], layers.iter().map(|&needs_none| usize::from(needs_none)).collect())
 }
 
