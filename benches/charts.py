@@ -29,14 +29,14 @@ OURS, PEER = "#1f6f8b", "#c9d6df"
 
 
 def speed():
-    """Each figure beside fio: a bar for the figure, a line from the least to the most."""
+    """Each ratio to fio as a bar, with a line from the least to the greatest of its pairs."""
     rows = json.loads((DOCS / "benchmarks.json").read_text())["rows"]
     figure, axes = plt.subplots(figsize=(8, 4))
     for place, (row, name) in enumerate(reversed(SPEED.items())):
-        figure_of, least, most = map(float, re.match(r"([\d.]+) \(min ([\d.]+), max ([\d.]+)", rows[row]["figure"]).groups())
-        axes.barh(place, figure_of, color=OURS, height=0.55)
+        ratio, least, most = map(float, re.match(r"([\d.]+) \(min ([\d.]+), max ([\d.]+)", rows[row]["figure"]).groups())
+        axes.barh(place, ratio, color=OURS, height=0.55)
         axes.plot([least, most], [place, place], color="#333333", linewidth=1)
-        axes.text(0.02, place, f"{name}: {figure_of:.2f} × fio", va="center", color="white", fontsize=10)
+        axes.text(0.02, place, f"{name}: {ratio:.2f} × fio", va="center", color="white", fontsize=10)
     axes.axvline(1.0, color="#333333", linestyle="--", linewidth=1)
     axes.set_yticks([])
     axes.set_xlim(0, 1.45)

@@ -95,7 +95,7 @@ impl CopyOutcome {
 }
 
 impl CopyJob {
-    /// A job whose gate is its own, and that waits for no fence.
+    /// A job with a gate that nobody closes, which waits for no fence.
     pub fn new(
         direction: KvDirection,
         kv: Arc<PagedKv>,

@@ -186,13 +186,13 @@ pub struct ChunkPlans {
 }
 
 impl ChunkPlans {
-    /// Plans, and which of them each layer uses; the first for layers beyond the end of `of_layers`.
+    /// `of_layers` says which of the plans each layer uses: the first, for layers beyond its end.
     #[must_use]
     pub fn new(plans: Vec<Arc<ChunkPlan>>, of_layers: Arc<[usize]>) -> Self {
         Self { plans, of_layers }
     }
 
-    /// That of a layer.
+    /// The plan of a layer.
     #[must_use]
     pub fn of(&self, layer: usize) -> Option<&Arc<ChunkPlan>> {
         self.plans.get(self.of_layers.get(layer).copied().unwrap_or(0))

@@ -91,7 +91,7 @@ impl LaunchBatch {
     /// extent at an address that is no multiple of 16.
     pub(super) fn push(
         &mut self,
-        way: KvDirection,
+        direction: KvDirection,
         kv: &PagedKv,
         parts: &[Part],
         (staging_addr, staging_len): (u64, usize),
@@ -118,7 +118,7 @@ impl LaunchBatch {
             if matches!(resolved.body, Body::Blocks(_)) {
                 job.skipped_blocks.extend(resolved.plan.skipped_blocks(resolved.tokens));
             }
-            if way == KvDirection::OutOfKv {
+            if direction == KvDirection::OutOfKv {
                 let padding = resolved.padded_end - resolved.extent.end;
                 self.plain.push_alone(&mut self.tables, extent_addr + resolved.extent.len() as u64, padding);
             }
@@ -169,7 +169,7 @@ impl LaunchBatch {
 
     /// What to launch, in this order; none of it is empty. `checked` is whether kernels take
     /// checksums.
-    pub(super) fn launches(&self, way: KvDirection, place: BatchPlace, checked: bool) -> Vec<Launch> {
+    pub(super) fn launches(&self, direction: KvDirection, place: BatchPlace, checked: bool) -> Vec<Launch> {
         let plane_bytes = |n: usize| (n * size_of::<LaunchPlane>()) as u64;
         let values = place.blob + plane_bytes(self.plain.planes.len());
         let sums = values + plane_bytes(self.values.planes.len());
@@ -187,7 +187,7 @@ impl LaunchBatch {
         // These planes have no slots, so a scatter only reads them and takes their checksums.
         let sum_tiles = if checked { self.sums.tiles } else { 0 };
         let sums = of(Kernel::Scatter, sums, self.sums.planes.len(), sum_tiles, first_sum);
-        let mut launches = match way {
+        let mut launches = match direction {
             KvDirection::IntoKv => vec![
                 over(Kernel::Scatter, &self.plain, place.blob, 0),
                 sums,

@@ -1,8 +1,8 @@
 //! The primary context of one GPU: shared with the server (PyTorch uses the same), retained here,
 //! never destroyed or reset.
 //!
-//! Everything made in the context keeps it alive. A forked child must not touch any of it, so what
-//! is made in it and dropped goes back to the driver through [`Context::give_back`].
+//! Everything made in the context keeps it alive. A forked child must not touch any of it: a `drop`
+//! calls the driver through [`Context::give_back`], which does nothing there.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::{Arc, OnceLock};
@@ -108,8 +108,8 @@ impl Context {
         }
     }
 
-    /// Gives something back to the driver with `call`, of which `name` is the name. Does nothing in
-    /// a forked child.
+    /// Gives something back to the driver by `call`, the driver's function `name`. Does nothing in a
+    /// forked child.
     pub(super) fn give_back(&self, name: &'static str, call: impl FnOnce() -> CUresult) {
         if !self.is_ours() {
             return;

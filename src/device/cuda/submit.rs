@@ -27,20 +27,20 @@ impl Executor {
     /// completing thread.
     pub(super) fn launch(&self, work: LaunchWork, completions: &[Sender<Box<PendingLaunch>>]) {
         let LaunchWork { lane, slot, jobs } = work;
-        let Some(way) = jobs.first().map(|job| job.direction) else { return self.free_lane(lane, slot) };
-        let (batch, entries) = self.describe_jobs(way, jobs);
+        let Some(direction) = jobs.first().map(|job| job.direction) else { return self.free_lane(lane, slot) };
+        let (batch, entries) = self.describe_jobs(direction, jobs);
         if batch.is_empty() {
             return self.free_lane(lane, slot);
         }
         let mut pending = Box::new(PendingLaunch { slot, batch, entries, point: None, error: None });
-        self.enqueue(lane, way, &mut pending);
+        self.enqueue(lane, direction, &mut pending);
         if let Some(Err(SendError(pending))) = completions.get(lane).map(|completions| completions.send(pending)) {
             self.complete(lane, *pending);
         }
     }
 
     /// Enters the gates and describes the jobs. Ends those whose gate is closed, or that are wrong.
-    fn describe_jobs(&self, way: KvDirection, jobs: Vec<CopyJob>) -> (LaunchBatch, Vec<LaunchEntry>) {
+    fn describe_jobs(&self, direction: KvDirection, jobs: Vec<CopyJob>) -> (LaunchBatch, Vec<LaunchEntry>) {
         let mut inside = Vec::with_capacity(jobs.len());
         for job in jobs {
             match self.context.usable().map(|()| job.gate.enter_owned()) {
@@ -52,7 +52,7 @@ impl Executor {
         let mut batch = LaunchBatch::new();
         let ordinal = self.context.ordinal();
         let described = catch_unwind(AssertUnwindSafe(|| {
-            inside.iter().map(|(job, _)| describe(&mut batch, way, job, ordinal)).collect::<Vec<_>>()
+            inside.iter().map(|(job, _)| describe(&mut batch, direction, job, ordinal)).collect::<Vec<_>>()
         }));
         let described = described.unwrap_or_else(|_| {
             // The batch may hold half a job.
@@ -72,8 +72,8 @@ impl Executor {
         (batch, entries)
     }
 
-    fn enqueue(&self, lane: usize, way: KvDirection, pending: &mut PendingLaunch) {
-        let submitted = self.submit_work(lane, way, &mut pending.slot, (&pending.batch, &pending.entries));
+    fn enqueue(&self, lane: usize, direction: KvDirection, pending: &mut PendingLaunch) {
+        let submitted = self.submit_work(lane, direction, &mut pending.slot, (&pending.batch, &pending.entries));
         // Also after a failure: work submitted before it must be over before memory is used again.
         let recorded = match self.streams.get(lane) {
             Some(stream) => stream.record(&self.events).map(Some),
@@ -98,7 +98,7 @@ impl Executor {
     fn submit_work(
         &self,
         lane: usize,
-        way: KvDirection,
+        direction: KvDirection,
         slot: &mut LaunchSlot,
         (batch, entries): (&LaunchBatch, &[LaunchEntry]),
     ) -> CudaResult {
@@ -128,7 +128,7 @@ impl Executor {
             })?
         };
         let place = BatchPlace { blob: slot.blob(), scratch, words: slot.crcs() };
-        for launch in batch.launches(way, place, self.kernels.are_checked()) {
+        for launch in batch.launches(direction, place, self.kernels.are_checked()) {
             let launch = Launch { max_ctas: self.max_ctas, ..launch };
             // SAFETY: the descriptors are uploaded before it in the stream. Their addresses were
             // checked against staging, paged KV and slot, which the launch holds; the paged KV is
@@ -139,9 +139,9 @@ impl Executor {
     }
 }
 
-fn describe(batch: &mut LaunchBatch, way: KvDirection, job: &CopyJob, ordinal: u32) -> Result<usize> {
+fn describe(batch: &mut LaunchBatch, direction: KvDirection, job: &CopyJob, ordinal: u32) -> Result<usize> {
     check(job, ordinal)?;
-    batch.push(way, &job.kv, &job.parts, staging_of(job))
+    batch.push(direction, &job.kv, &job.parts, staging_of(job))
 }
 
 /// Address and length of a job's staging.

@@ -14,7 +14,7 @@ impl Plane {
         &self,
         run: TokenRun,
         tokens: &Range<usize>,
-        way: KvDirection,
+        direction: KvDirection,
     ) -> impl Iterator<Item = (usize, usize, Grid)> {
         let first = (run.token as usize).max(tokens.start);
         let end = (run.token as usize + run.len as usize).min(tokens.end);
@@ -30,14 +30,14 @@ impl Plane {
             let slot = shift + (token - run_token);
             let (block, place) = (slot / self.block_tokens, slot % self.block_tokens);
             let len = if joined { end - token } else { (end - token).min(self.block_tokens - place) };
-            let piece = (token, block * self.block_stride + place * self.token_stride, self.grid(len, way));
+            let piece = (token, block * self.block_stride + place * self.token_stride, self.grid(len, direction));
             token += len;
             Some(piece)
         })
     }
 
-    fn grid(&self, tokens: usize, way: KvDirection) -> Grid {
-        let axis = |count, extent, kv| match way {
+    fn grid(&self, tokens: usize, direction: KvDirection) -> Grid {
+        let axis = |count, extent, kv| match direction {
             KvDirection::IntoKv => Axis { count, src: extent, dst: kv },
             KvDirection::OutOfKv => Axis { count, src: kv, dst: extent },
         };

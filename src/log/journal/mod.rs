@@ -287,7 +287,7 @@ pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut waits_for = None;
     loop {
         match (flush_records(lane, state, deadline), waits_for) {
-            // It may pass until then.
+            // Often that is over long before the deadline.
             (Err(e), _) if e.kind() == ErrorKind::Busy && !lane.ctx.options.foreground => waits_for = Some(e),
             (Err(e), Some(why)) if e.kind() == ErrorKind::TimedOut => return Err(e.source(why)),
             (outcome, _) => return outcome,

@@ -128,21 +128,27 @@ fn like_kv(noise: &[u8]) -> Vec<u8> {
     values.iter().flat_map(value).chain(rest.iter().copied()).collect()
 }
 
-fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
+fn by_host(direction: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
     let device = HostDevice::new(1).unwrap();
     let (tx, rx) = mpsc::channel();
     let done = move |staging, outcome| tx.send((staging, outcome)).unwrap();
-    device.copy(CopyJob::new(way, Arc::clone(kv), staging, parts, done));
+    device.copy(CopyJob::new(direction, Arc::clone(kv), staging, parts, done));
     let (staging, outcome): (Buf, Result<CopyOutcome>) = rx.recv().unwrap();
     let CopyOutcome { crcs, misfit, skipped_blocks, .. } = outcome.unwrap();
     Outcome { staging: staging.as_slice().to_vec(), crcs, misfit, skipped_blocks }
 }
 
-fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], mut stagings: Vec<Buf>, case: &Case) -> Vec<Outcome> {
+fn by_kernel(
+    direction: KvDirection,
+    kv: &PagedKv,
+    jobs: &[Vec<Part>],
+    mut stagings: Vec<Buf>,
+    case: &Case,
+) -> Vec<Outcome> {
     let mut batch = LaunchBatch::new();
     for (i, (parts, staging)) in jobs.iter().zip(&mut stagings).enumerate() {
         let bytes = staging.as_mut_slice();
-        let job = batch.push(way, kv, parts, (bytes.as_mut_ptr() as u64, bytes.len())).unwrap();
+        let job = batch.push(direction, kv, parts, (bytes.as_mut_ptr() as u64, bytes.len())).unwrap();
         assert_eq!(job, i);
     }
     let mut blob = vec![0u64; batch.blob_bytes() / 8];
@@ -158,7 +164,7 @@ fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], mut stagings: V
     for (word, bytes) in blob.iter_mut().zip(encoded.chunks_exact(8)) {
         *word = u64::from_le_bytes(bytes.try_into().unwrap());
     }
-    for launch in batch.launches(way, place, case.with_crc) {
+    for launch in batch.launches(direction, place, case.with_crc) {
         let args = (launch.planes, launch.num_planes, launch.num_tiles, launch.tile_crcs);
         // SAFETY: the batch describes `kv`, the stagings and the scratch memory, which nobody else
         // uses; there are all words.
@@ -167,18 +173,18 @@ fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], mut stagings: V
     let outcome = |(job, (staging, crcs)): (usize, (&Buf, Vec<u32>))| Outcome {
         staging: staging.as_slice().to_vec(),
         crcs,
-        misfit: way == KvDirection::OutOfKv && batch.is_misfit(job, &words),
+        misfit: direction == KvDirection::OutOfKv && batch.is_misfit(job, &words),
         skipped_blocks: batch.skipped_blocks(job).to_vec(),
     };
     stagings.iter().zip(batch.crcs(&words)).enumerate().map(outcome).collect()
 }
 
 /// Staging of each job: noise; for coded extents to be scattered, the result of a host's gather.
-fn stagings(way: KvDirection, case: &Case) -> Vec<Buf> {
+fn stagings(direction: KvDirection, case: &Case) -> Vec<Buf> {
     let (kv, _) = case.kv();
     let one = |(i, parts): (usize, Vec<Part>)| {
         let mut buf = staging(&parts, case.seed + i as u64);
-        if way == KvDirection::IntoKv && case.coded {
+        if direction == KvDirection::IntoKv && case.coded {
             let from = staging(&parts, case.seed + i as u64);
             let gathered = by_host(KvDirection::OutOfKv, &kv, parts, from);
             // Noise may decode differently: of two escapes at one place either may count.
@@ -190,20 +196,20 @@ fn stagings(way: KvDirection, case: &Case) -> Vec<Buf> {
     case.parts().into_iter().enumerate().map(one).collect()
 }
 
-fn check(way: KvDirection, case: &Case) {
+fn check(direction: KvDirection, case: &Case) {
     let jobs = case.parts();
     let (kv, memories) = case.kv();
     let (host_kv, host_memories) = case.kv();
-    if way == KvDirection::IntoKv && case.coded {
+    if direction == KvDirection::IntoKv && case.coded {
         // Otherwise the scatter would write the values that are there already.
         for memory in memories.iter().chain(&host_memories) {
             memory.write(0, &noise(case.seed, memory.len())).unwrap();
         }
     }
-    let outcomes = by_kernel(way, &kv, &jobs, stagings(way, case), case);
-    let bufs = stagings(way, case);
+    let outcomes = by_kernel(direction, &kv, &jobs, stagings(direction, case), case);
+    let bufs = stagings(direction, case);
     for (i, ((parts, buf), mut outcome)) in jobs.into_iter().zip(bufs).zip(outcomes).enumerate() {
-        let expected = by_host(way, &host_kv, parts, buf);
+        let expected = by_host(direction, &host_kv, parts, buf);
         assert_eq!(outcome.misfit, expected.misfit, "job {i}");
         if expected.misfit {
             continue;
