@@ -21,9 +21,9 @@ use crate::io::{Buf, MemRegion};
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
 /// Bytes of a direct transfer: large enough for the drive, and so small that its bytes are still in
-/// the processor's cache when they are checked, while the next transfer runs. Registered memory
-/// goes to the drive in segments of one page, unless all of it lies in huge pages; a virtio drive
-/// takes 254 of them in a request, and of 1 MiB the last 8 KiB would be a request of their own.
+/// the processor's cache when they are checked, while the next transfer runs. In small pages each
+/// page is a segment of the request. A virtio drive takes 254 segments: of 1 MiB the last 8 KiB
+/// would be a request of their own.
 const DIRECT_BYTES: usize = 254 * PAGE_BYTES;
 /// Shorter runs go through staging: a copy costs less than a transfer of their own.
 const LEAST_DIRECT_BYTES: usize = 64 << 10;
