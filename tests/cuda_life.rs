@@ -24,7 +24,12 @@ fn closing_finishes_what_is_pending_and_refuses_what_comes_later() {
     let jobs: Vec<_> = (0..30)
         .map(|i| {
             let c = chunk(&rig, i, i as u64);
-            world.scatter(&rig, world.staged(&c.bytes), c.parts, With::default())
+            let job = world.scatter(&rig, world.staged(&c.bytes), c.parts, With::default());
+            // Four launches are in flight at most: one job in each, and the others are queued.
+            if i < 4 {
+                job.fence();
+            }
+            job
         })
         .collect();
     let device = Arc::clone(&world.device);

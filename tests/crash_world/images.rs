@@ -500,7 +500,7 @@ impl World {
             let loaded = self.load_at_last(process, k);
             let counter = match loaded {
                 Loaded::Put(id) => {
-                    self.model.lock().becomes(id, State::Flushed);
+                    self.model.lock().recovered(id);
                     served.push(k);
                     &self.judge.served
                 }

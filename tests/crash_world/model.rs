@@ -116,6 +116,14 @@ impl Model {
         }
     }
 
+    /// A log that has recovered serves it, so it is durable. Where that is a stray header, which a
+    /// damaged index brings back after a removal, an index names it from now on: the next removal
+    /// must reach it.
+    pub fn recovered(&mut self, id: u64) {
+        self.becomes(id, State::Flushed);
+        self.puts.entry(id).and_modify(|put| put.gone = false);
+    }
+
     /// Notes the lanes in which living processes have a put, and returns whether there are any.
     /// Where there are none, it was evicted or removed.
     pub fn sees(&mut self, id: u64, lanes: &[[u8; 16]]) -> bool {

@@ -357,13 +357,13 @@ fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> 
     // A hole behind the file's end costs nothing, and shows whether the file system takes any: chunks
     // that are given up for a hole it refuses would be lost for nothing.
     lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
-    let mut is_erased = !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty() || !cut.is_empty();
+    // That a free segment reads as zeros already, or lies behind the file's end, proves nothing:
+    // whoever wrote to the lane before may have died, or seen an error, before the flush.
+    let is_erased = !lane.erasures_are_durable()
+        || !(absent.is_empty() && unsettled.is_empty() && twins.is_empty() && cut.is_empty());
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
-            // That it reads as zeros already proves nothing: whoever opened the lane before may have
-            // died, or seen an error, between the punch and its flush.
-            is_erased = true;
             let is_given_back = lane.wipe_segment(number)?;
             // In a file without holes all of it has space.
             if !is_given_back && lane.role == LaneRole::Own && offset + lane.segment_bytes() <= data_bytes {
