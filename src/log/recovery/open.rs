@@ -359,8 +359,8 @@ fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> 
     lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
     // That a free segment reads as zeros already, or lies behind the file's end, proves nothing:
     // whoever wrote to the lane before may have died, or seen an error, before the flush.
-    let is_erased = !lane.erasures_are_durable()
-        || !(absent.is_empty() && unsettled.is_empty() && twins.is_empty() && cut.is_empty());
+    let nothing_to_erase = absent.is_empty() && unsettled.is_empty() && twins.is_empty() && cut.is_empty();
+    let is_durable = nothing_to_erase && lane.erasures_are_durable();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
@@ -380,7 +380,7 @@ fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> 
         lane.data.set_len(data_bytes.next_multiple_of(PAGE_BYTES as u64))?;
         cut.iter().try_for_each(|(segment, page)| erase_listed(lane, *segment, &[*page]))?;
     }
-    if is_erased { lane.flush_erasures() } else { Ok(()) }
+    if is_durable { Ok(()) } else { lane.flush_erasures() }
 }
 
 /// Makes gone slots unreadable, of which only the first page is known: their headers, if they are
