@@ -214,7 +214,7 @@ pub struct Settings {
     /// RDMA to a remote tier; without effect yet.
     #[serde(deserialize_with = "value::loose")]
     pub enable_rdma: bool,
-    /// Address of an object store below the drives; `None` for no remote tier.
+    /// Address of a remote store (S3 and others) below the drives; `None` for no remote tier.
     #[serde(deserialize_with = "value::loose")]
     pub remote_url: Option<String>,
     /// LMCache's name of the encoding in the remote tier: only `naive`, which is none; `None` for
