@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use engine_world::{CHUNK, Kv, Shape, World, assert_same, load, matched, prompt, slots, store};
 use forebay::config::{Codec, Cufile};
 use forebay::device::{Stream, open_device};
-use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, StoreRequest};
+use forebay::engine::{Backpressure, Engine, LoadRequest, LoadTimeout, MissCause, StoreRequest};
 use forebay::format::layout::SlotLayout;
 use forebay::io::{Fault, Op};
 use standin_cuda::{Server, load as standin};
@@ -230,7 +230,7 @@ fn a_callers_stream_that_is_late_holds_up_no_other_load() {
     compute.fill_at(b.memories()[0].as_mut_ptr() as u64, 0xEE, 16);
     let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
     request.stream = Some(Stream(compute.handle()));
-    request.timeout_ms = Some(3000);
+    request.timeout = Some(LoadTimeout::Total(Duration::from_millis(3000)));
     let late = engine.load(request).unwrap();
     for layer in 0..late.layers() {
         late.wait_layer_on(layer, Stream(compute.handle())).unwrap();
@@ -241,7 +241,7 @@ fn a_callers_stream_that_is_late_holds_up_no_other_load() {
     same("beside a late stream", (&a, &slots(n, 1)), (&c, &slots(n, 3)));
     hangs.store(true, Ordering::SeqCst);
     let mut request = LoadRequest::new(&p, &c.kv, slots(n, 3));
-    request.timeout_ms = Some(100);
+    request.timeout = Some(LoadTimeout::Total(Duration::from_millis(100)));
     let missed = engine.load(request).unwrap().wait();
     assert_eq!((missed.tokens, missed.missed(MissCause::TimedOut)), (0, 2), "deadlines hold beside a late stream");
     compute.release();

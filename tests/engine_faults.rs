@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use engine_world::{BLOCK, CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
 use forebay::config::Capacity;
-use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, ShedCause, StagingStats, StoreRequest};
+use forebay::engine::{
+    Backpressure, Engine, LoadRequest, LoadTimeout, MissCause, ShedCause, StagingStats, StoreRequest,
+};
 use forebay::io::{Fault, Op};
 
 /// Waits until nothing is in flight any more.
@@ -138,7 +140,7 @@ fn a_load_with_a_deadline_ends_with_a_miss() {
     armed.store(true, Ordering::SeqCst);
     let b = w.kv();
     let mut request = LoadRequest::new(&p, &b.kv, map);
-    request.timeout_ms = Some(0);
+    request.timeout = Some(LoadTimeout::Total(Duration::from_millis(0)));
     let result = engine.load(request).unwrap().wait();
     assert_eq!((result.tokens, result.missed(MissCause::TimedOut)), (0, 1));
     assert!(b.everything().iter().all(|&x| x == 0));

@@ -13,7 +13,7 @@ use engine_world::{
     CHUNK, Kv, Shape, TestClock, World, assert_same, flip, load, matched, prompt, slots, store, tokens,
 };
 use forebay::config::Capacity;
-use forebay::engine::{Engine, LoadRequest, MemoryStats, StoreRequest};
+use forebay::engine::{Engine, LoadRequest, LoadTimeout, MemoryStats, StoreRequest};
 use forebay::io::{Fault, Op};
 use forebay::key::Extra;
 
@@ -161,7 +161,7 @@ fn a_drive_that_is_late_holds_up_no_load_from_memory(on: On) {
     let (waiting, b) = (w.kv(), w.kv());
     let start = |p, kv: &Kv| {
         let mut request = LoadRequest::new(p, &kv.kv, map.clone());
-        request.timeout_ms = Some(60_000);
+        request.timeout = Some(LoadTimeout::Total(Duration::from_millis(60_000)));
         engine.load(request).unwrap()
     };
     let hung: Vec<_> = others.iter().take(3).map(|other| start(other, &waiting)).collect();

@@ -409,7 +409,6 @@ class SchedulerSide:
         self,
         finished_sending: Iterable[str] | None = None,
         finished_recving: Iterable[str] | None = None,
-        failed: Iterable[str] | None = None,
         worker_meta: Sequence[bytes] | None = None,
     ) -> list[str]: ...
     def take_events(

@@ -324,22 +324,20 @@ impl SchedulerSide {
     }
 
     /// What the workers reported after a step; requests whose load was reported as failed.
-    #[pyo3(signature = (finished_sending=None, finished_recving=None, failed=None, worker_meta=None))]
+    #[pyo3(signature = (finished_sending=None, finished_recving=None, worker_meta=None))]
     fn update_connector_output(
         &self,
         finished_sending: Option<&Bound<'_, PyAny>>,
         finished_recving: Option<&Bound<'_, PyAny>>,
-        failed: Option<&Bound<'_, PyAny>>,
         worker_meta: Option<Vec<Vec<u8>>>,
     ) -> PyResult<Vec<String>> {
-        let (sending, recving, failed) = (names(finished_sending)?, names(finished_recving)?, names(failed)?);
+        let (sending, recving) = (names(finished_sending)?, names(finished_recving)?);
         let workers = worker_meta.unwrap_or_default();
         let workers = workers.iter().map(|b| WorkerMeta::from_bytes(b)).collect::<forebay::Result<_>>().py()?;
         self.with(|s| {
             Ok(s.update_connector_output(&StepOutput {
                 finished_sending: borrowed(&sending),
                 finished_recving: borrowed(&recving),
-                failed: borrowed(&failed),
                 workers,
             }))
         })

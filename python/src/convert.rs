@@ -19,12 +19,15 @@ use crate::ints::{bools, ints};
 
 /// Settings from a dict, a settings file's path, or (`None`) file and environment alone.
 pub(crate) fn settings(config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> {
-    settings_of(config, "code")
+    settings_of(Loader::process().code_name("code"), config)
 }
 
-/// The same; `name` is what messages call the place that `config` was written in.
-fn settings_of(config: Option<&Bound<'_, PyAny>>, name: &str) -> PyResult<Settings> {
-    let mut loader = Loader::process().code_name(name);
+/// The same for an object store, which LMCache's own server opens.
+pub(crate) fn store_settings(config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> {
+    settings_of(Loader::process().without_lmcache().code_name("code"), config)
+}
+
+fn settings_of(mut loader: Loader, config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> {
     if let Some(config) = config {
         if config.is_instance_of::<PyString>() || config.hasattr("__fspath__")? {
             loader = loader.file(config.extract::<std::path::PathBuf>()?);
@@ -49,7 +52,7 @@ pub(crate) fn resolved<'py>(
     config: Option<&Bound<'py, PyAny>>,
     name: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let text = Value::Object(settings_of(config, name)?.to_map()).to_string();
+    let text = Value::Object(settings_of(Loader::process().code_name(name), config)?.to_map()).to_string();
     py.import("json")?.call_method1("loads", (text,))
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::device::{RopeStyle, open_device};
-use forebay::engine::{Backpressure, Computed, Engine, KeyTurn, LoadRequest, Prompt, StoreRequest};
+use forebay::engine::{Backpressure, Computed, Engine, KeyTurn, LoadRequest, LoadTimeout, Prompt, StoreRequest};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt};
 
@@ -262,7 +262,8 @@ impl PyEngine {
         let kv = paged_kv(engine.geometry(), kv_layers, &self.hints(layout))?;
         let mut request = LoadRequest::new(&prompt, &kv, convert::slots(slot_mapping, mask)?);
         let stream = convert::stream(stream)?;
-        (request.tokens, request.timeout_ms) = (max_tokens, timeout_ms);
+        request.tokens = max_tokens;
+        request.timeout = timeout_ms.map(|ms| LoadTimeout::Total(Duration::from_millis(ms)));
         (request.layerwise, request.stream) = (by_layer, stream);
         let load = py.detach(|| engine.load(request)).py()?;
         Ok(PyLoad::new(load, stream, self.on_host))

@@ -192,7 +192,7 @@ impl PyObjectStore {
     #[pyo3(signature = (config=None, namespace="default"))]
     fn new(py: Python<'_>, config: Option<&Bound<'_, PyAny>>, namespace: &str) -> PyResult<Self> {
         crate::logging::install(py)?;
-        let settings = convert::settings(config)?;
+        let settings = convert::store_settings(config)?;
         let store = py.detach(|| ObjectStore::open(&settings, namespace)).py()?;
         Ok(Self { store: Some(Arc::new(store)), evicted_missed: AtomicU64::new(0) })
     }

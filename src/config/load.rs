@@ -104,6 +104,13 @@ impl Loader {
         self
     }
 
+    /// Passes over `LMCACHE_*`: where LMCache itself runs in the process, they are meant for it.
+    #[must_use]
+    pub fn without_lmcache(mut self) -> Self {
+        self.env.retain(|(name, _)| !name.starts_with(LMCACHE_PREFIX));
+        self
+    }
+
     /// Reads files through `read`.
     #[must_use]
     pub fn files(mut self, read: impl Fn(&Path) -> std::io::Result<String> + 'static) -> Self {

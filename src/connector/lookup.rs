@@ -88,6 +88,11 @@ pub trait PrefixLookup: Send {
         None
     }
 
+    /// Whether a rank has no open cache, so that nothing can be loaded.
+    fn is_down(&self) -> bool {
+        false
+    }
+
     /// Ranks whose cache cannot be seen from here.
     fn unseen(&self) -> usize {
         0

@@ -102,7 +102,8 @@ pub struct ConnectorOptions {
     /// Tokens that the server computes per second; where loads are measured to be slower, none is
     /// offered. `None` for what is measured.
     pub recompute_tokens_per_s: Option<f64>,
-    /// Milliseconds until a load counts as failed.
+    /// Milliseconds for each GiB until a load counts as failed, as in
+    /// [`LoadTimeout::PerGib`](crate::engine::LoadTimeout); 0 loads nothing.
     pub load_timeout_ms: u64,
     /// Milliseconds that a step waits for gathers which must be over before it ends; what is not
     /// gathered then is given up.
@@ -185,6 +186,12 @@ impl ConnectorOptions {
             rank: 0,
             silent: false,
         }
+    }
+
+    /// Whether anything is loaded.
+    #[must_use]
+    pub const fn loads(&self) -> bool {
+        self.role.loads() && self.load_timeout_ms > 0
     }
 
     /// Checks that the numbers fit each other.

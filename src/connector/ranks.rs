@@ -208,6 +208,10 @@ impl PrefixLookup for RanksLookup {
         Ok(Some(least.min(upto)))
     }
 
+    fn is_down(&self) -> bool {
+        self.ranks.values().any(|rank| !rank.identity.is_up)
+    }
+
     fn ends_at_multiples_of(&mut self, tokens: usize) {
         self.fetches.multiple = tokens;
     }

@@ -19,7 +19,9 @@ use crate::geometry::{DType, Geometry, LayerSpec, Shard};
 pub struct WorkerIdentity {
     /// A random number of this start of the worker.
     incarnation: u64,
-    /// Where its cache lies; `None` where there is none.
+    /// Its cache is open.
+    pub(super) is_up: bool,
+    /// Where its cache lies; `None` where that is not known.
     pub(super) place: Option<CacheIdentity>,
     model: String,
     dtype: DType,
@@ -33,15 +35,17 @@ impl WorkerIdentity {
     /// Of a worker over this engine.
     #[must_use]
     pub fn new(engine: &Engine) -> Self {
-        let place = engine.is_up().then(|| engine.settings().cache_identity()).flatten();
-        Self::of(engine.geometry(), place)
+        let is_up = engine.is_up();
+        let place = is_up.then(|| engine.settings().cache_identity()).flatten();
+        Self { is_up, ..Self::of(engine.geometry(), place) }
     }
 
-    /// Of a worker with this geometry, whose cache lies in `place`.
+    /// Of a worker with this geometry, whose open cache lies in `place`.
     #[must_use]
     pub fn of(geometry: &Geometry, place: Option<CacheIdentity>) -> Self {
         Self {
             incarnation: RandomState::new().hash_one(std::process::id()),
+            is_up: true,
             place,
             model: geometry.model.clone(),
             dtype: geometry.dtype.clone(),

@@ -14,7 +14,7 @@ use crate::io::MemorySpace;
 use crate::key::{self, ChunkKey};
 use crate::log::{Chunk, Log};
 use crate::paged::ChunkPlans;
-use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
+use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, LoadTimeout, MissCause, Store, StoreSpec};
 
 /// How long the leases of a load without a time-out, and those of a prefetch, may last.
 pub(super) const LOAD_LEASE: Duration = Duration::from_secs(60);
@@ -66,8 +66,6 @@ impl Engine {
         inner.check_place(&request.kv)?;
         let wanted = request.tokens.unwrap_or(usize::MAX).min(request.slots.len()).min(request.prompt.len());
         let planner = Planner::new(&inner.geometry, &request.kv, &request.slots, wanted)?;
-        let timeout = request.timeout_ms.map(Duration::from_millis);
-        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut planner = LoadPlanner {
             inner,
             planner: &planner,
@@ -80,10 +78,15 @@ impl Engine {
                 base_tokens: 0,
                 absent: None,
                 after: inner.fences(request.stream)?,
-                deadline,
+                timeout: request.timeout,
             },
         };
-        planner.run(timeout.unwrap_or(LOAD_LEASE))?;
+        let lease = match request.timeout {
+            Some(LoadTimeout::Total(time)) => time,
+            Some(LoadTimeout::PerGib(time)) => time.max(LOAD_LEASE),
+            None => LOAD_LEASE,
+        };
+        planner.run(lease)?;
         let load = inner.pipeline.load(planner.spec)?;
         if !inner.options.settings.enable_async_loading {
             let _ = load.wait();
@@ -206,7 +209,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes every chunk durable whose store has finished. Chunks that are not flushed survive a
+    /// Makes every chunk durable that this process has stored, where its store has finished. What
+    /// was there already, another process makes durable. Chunks that are not flushed survive a
     /// crash of the process too, but not a power cut.
     ///
     /// # Errors

@@ -83,8 +83,8 @@ mod turn;
 
 pub use crate::io::{EventFd, set_program};
 pub use crate::pipeline::{
-    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, Prefetch, PrefetchResult,
-    PrefetchStats, ShedCause, Store, StoreResult,
+    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, LoadTimeout, MissCause, Prefetch,
+    PrefetchResult, PrefetchStats, ShedCause, Store, StoreResult,
 };
 internals!(use exposition::METRICS);
 pub use crate::remote::{Fetch, RemoteStats};

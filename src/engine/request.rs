@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::prompt::Prompt;
 use crate::device::{PagedKv, Stream};
 use crate::log::Chunk;
-use crate::pipeline::{Backpressure, Computed, LoadTicket};
+use crate::pipeline::{Backpressure, Computed, LoadTicket, LoadTimeout};
 
 /// Where the tokens of a prompt lie in the server's paged KV: slot = block id × block tokens +
 /// place in the block.
@@ -118,9 +118,9 @@ pub struct LoadRequest {
     pub slots: SlotMapping,
     /// Tokens to load from the start of the prompt; `None` for as many as the slot mapping has.
     pub tokens: Option<usize>,
-    /// Milliseconds until what has not arrived counts as missed; `None` for no limit but the
-    /// time-out of each I/O request.
-    pub timeout_ms: Option<u64>,
+    /// When what has not arrived counts as missed; `None` for no limit but the time-out of each
+    /// I/O request.
+    pub timeout: Option<LoadTimeout>,
     /// Layer by layer over all chunks, or chunk by chunk; `None` as the settings say.
     pub layerwise: Option<bool>,
     /// The stream whose kernels use the memory: nothing is written before what was submitted to it
@@ -137,7 +137,7 @@ impl LoadRequest {
             kv: Arc::clone(kv),
             slots: slots.into(),
             tokens: None,
-            timeout_ms: None,
+            timeout: None,
             layerwise: None,
             stream: None,
         }

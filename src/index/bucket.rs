@@ -317,4 +317,9 @@ impl BucketMut<'_> {
     pub(super) fn die_locked(&self) {
         self.store(SEQ, self.load(SEQ) | 1);
     }
+
+    /// Takes that back, as a writer does that was only stopped.
+    pub(super) fn live_on(&self) {
+        self.store(SEQ, self.load(SEQ).next_multiple_of(2));
+    }
 }

@@ -509,3 +509,14 @@ impl Table {
         self.stuck.sequence.store(sequence, Ordering::Relaxed);
     }
 }
+
+#[cfg(test)]
+#[cfg(not(forebay_loom))]
+impl Table {
+    /// Leaves the bucket of a key as a writer does that is stopped within it; with `false` the writer
+    /// goes on.
+    pub(crate) fn stop_at(&self, slot: u32, on: bool) {
+        let bucket = self.bucket_mut(slot as usize / SLOTS_PER_BUCKET).unwrap();
+        if on { bucket.die_locked() } else { bucket.live_on() }
+    }
+}

@@ -131,7 +131,7 @@ impl Log {
         Ok(())
     }
 
-    /// Makes every put durable whose commit was called before.
+    /// Makes every put of this process durable whose commit was called before.
     ///
     /// # Errors
     /// `Io`, `TimedOut`, `Closed`.

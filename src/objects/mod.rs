@@ -376,7 +376,8 @@ impl ObjectStore {
         true
     }
 
-    /// Makes every put durable that has been answered.
+    /// Makes every object durable that a put of this process has stored and been answered. What was
+    /// there already, the process that stored it makes durable.
     ///
     /// # Errors
     /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled

@@ -50,7 +50,7 @@ mod store;
 
 pub use cause::{MissCause, ShedCause};
 pub use groups::min_slot_bytes;
-pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
+pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket, LoadTimeout};
 pub use prefetch::{FindChunk, Prefetch, PrefetchResult, PrefetchStats};
 pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource};
 pub use stats::PipelineStats;

@@ -250,6 +250,8 @@ impl Server {
 struct Report {
     over: Finished,
     bad: HashSet<u32>,
+    /// Requests of which nothing was loaded.
+    whole: Vec<String>,
     failed: Vec<String>,
     report: Option<WorkerMeta>,
 }
@@ -412,9 +414,10 @@ impl Server {
         let finished = std::mem::take(&mut self.finished);
         let over = self.w.get_finished(&finished.iter().map(String::as_str).collect::<Vec<_>>());
         let bad: HashSet<u32> = self.w.get_block_ids_with_load_errors().into_iter().collect();
-        let failed = self.w.failed_requests();
+        let whole = self.w.failed_requests();
         let report =
             self.w.build_connector_worker_meta().map(|m| WorkerMeta::from_bytes(&m.to_bytes().unwrap()).unwrap());
+        let failed = report.iter().flat_map(|report| report.failed.clone()).collect::<Vec<_>>();
         for p in &plan {
             let req = self.reqs.get_mut(&p.id).unwrap();
             let used = &req.blocks[..p.to.div_ceil(BLOCK)];
@@ -423,7 +426,7 @@ impl Server {
             req.computed = lost.map_or(p.to, |i| (i * BLOCK).min(p.to));
             assert!(req.computed == p.to || failed.contains(&p.id), "{}: blocks of another failed", p.id);
         }
-        self.late.push_back(Report { over, bad, failed, report });
+        self.late.push_back(Report { over, bad, whole, failed, report });
         while self.late.len() > usize::from(self.is_ahead) {
             self.deliver();
         }
@@ -437,11 +440,10 @@ impl Server {
     }
 
     fn deliver(&mut self) {
-        let Report { over, bad, failed, report } = self.late.pop_front().unwrap();
+        let Report { over, bad, whole, failed, report } = self.late.pop_front().unwrap();
         self.s.update_connector_output(&StepOutput {
             finished_sending: over.sending.iter().map(String::as_str).collect(),
             finished_recving: over.recving.iter().map(String::as_str).collect(),
-            failed: failed.iter().map(String::as_str).collect(),
             workers: report.into_iter().collect(),
         });
         self.tally.failed += failed.len();
@@ -454,10 +456,7 @@ impl Server {
             self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
         }
         for id in over.recving {
-            // A server that loads within its steps is told of requests, not of blocks, where a
-            // whole one failed before.
-            let is_lost = self.layerwise && failed.contains(&id);
-            self.received(&id, &bad, is_lost);
+            self.received(&id, &bad, whole.contains(&id));
         }
     }
 

@@ -5,7 +5,8 @@ completions and wakes the controller that waits for each. Lookups need no drive 
 
 Invariants:
 - A load fills the whole buffer with verified bytes, or the key is answered with no.
-- What a lookup has answered with yes is not evicted until `submit_unlock`, or for `PIN_S` seconds, whichever is first.
+- What a lookup has answered with yes is not evicted until `submit_unlock`, or for `PIN_S` seconds, whichever is first, as far as `lease_share`
+  allows leases.
 - A buffer belongs to LMCache and stays valid until its task has been answered; that is LMCache's side of the interface.
 - Capacity and eviction are the store's, for all servers of a cache. LMCache is told what has gone, and never evicts here by itself.
 """
@@ -113,8 +114,11 @@ class Adapter(L2AdapterInterface):
         return done
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]) -> int:
-        """Which values are stored. Each of them is kept until it is unlocked, for `PIN_S` at most; one that cannot be kept is a no."""
-        found = self._store.pin([name(key) for key in keys], PIN_S)
+        """Which values are stored. Each of them is kept until it is unlocked, for `PIN_S` at most, as far as `lease_share` allows."""
+        names = [name(key) for key in keys]
+        pinned = self._store.pin(names, PIN_S)
+        # What cannot be kept is most probably still there when it is loaded, and a miss if not.
+        found = [yes or self._store.count_prefix([one]) == 1 for one, yes in zip(names, pinned, strict=True)]
         with self._lock:
             self._lookups += 1
             task = self._lookups
@@ -178,7 +182,11 @@ class Adapter(L2AdapterInterface):
         self._is_closed = True
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        self._store.close()
+        try:
+            self._store.close()
+        except forebay.ForebayError as error:
+            # Not raised: LMCache would leave its other adapters open.
+            logger.error("the cache could not be closed properly, what was stored at the end may be lost: %s", error)
         os.close(self._stop)
         for notifier in self._wake.values():
             notifier.close()
@@ -245,6 +253,13 @@ class Adapter(L2AdapterInterface):
     def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
         if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
+        # Stored by a server with other settings (LMCache's serde, the KV's type): a store of the right
+        # value would leave it as it is.
+        wrong = [name(key) for key, cause in zip(keys, done.causes, strict=False) if cause == "wrong_length"]
+        if wrong:
+            self._quiet.warn("wrong length", "%d values have another length than LMCache asks for, and are deleted; give each KV type and serde a `namespace` of its own", len(wrong))
+            self._store.submit_delete(wrong)
+            self._forget([forebay.object_digest(one) for one in wrong])
         # Not all of these: of what lies on a drive that does not answer nothing is found for a while.
         self._forget_gone([forebay.object_digest(name(key)) for key, yes in zip(keys, done.results, strict=False) if not yes])
 

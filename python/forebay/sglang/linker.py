@@ -130,6 +130,10 @@ class Linker(UnifiedCacheLinker):
                 "mode: ro with the external linker: a damaged page stays, so every request that needs it would end with an error; set "
                 "mode: rw, or use HiCache (docs/sglang.md)"
             )
+        if resolved["remote_url"] is not None:
+            # Otherwise chunks would be uploaded for nobody.
+            logger.warning("remote_url: the external linker fetches nothing from a remote store, so it uploads nothing; leave it out")
+            settings["remote_url"] = None
         self._timeout_ms = int(resolved["load_timeout_ms"])
         # As for other servers, 0 loads nothing.
         self._is_loading = self._timeout_ms > 0

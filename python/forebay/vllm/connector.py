@@ -202,7 +202,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_sending=sending, finished_recving=recving, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Layer by layer only; otherwise failures are reported by request."""
+        """Blocks whose load failed."""
         assert self._worker is not None
         return self._worker.get_block_ids_with_load_errors()
 

@@ -199,7 +199,11 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
     """Options that both state machines share."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    return {
+    most: dict[str, Any] = {}
+    # Every request of a producer ends with its prefill, and its blocks wait for the copies.
+    if transfer.kv_role == "kv_producer" and settings.resolved["max_held_blocks"] is None:
+        most["max_held_blocks"] = max(kv.num_blocks // 2, 1)
+    return most | {
         "block_tokens": list(kv.block_tokens),
         "num_blocks": kv.num_blocks,
         "windows": list(kv.windows),

@@ -207,13 +207,14 @@ class SchedulerHalf:
         """What the workers reported at the end of a step."""
         meta = output.kv_connector_worker_meta
         parts = meta.parts if type(meta) is WorkerMetadata else None
-        over, not_loaded = output.finished_recving, output.failed_recving
+        over = output.finished_recving
         if self._planner is not None:
-            report = self._planner.reported(over or (), not_loaded or ())
-            over, not_loaded = report.over, report.failed
+            report = self._planner.reported(over or (), output.failed_recving or ())
+            over = report.over
             for request in report.computed:
                 self._exactly(request)
-        failed = self._side.update_connector_output(output.finished_sending, over, not_loaded, parts)
+        # vLLM's own list also has failures of other connectors. The workers report ours.
+        failed = self._side.update_connector_output(output.finished_sending, over, parts)
         self._failed.update(req_id for req_id in failed if req_id in self._requests)
         if self._unverified is not None:
             self._unverified.ended(self._side.verified_step(), failed)

@@ -34,7 +34,6 @@ class WorkerHalf:
         self._cuda = False
         self._layer_of = {layer.name: index for index, layer in enumerate(kv.layers)}
         self._held: set[str] = set()
-        self._failed: set[str] = set()
         # A step has begun and is not known to be computed.
         self._is_open = False
         self._blends: Live | None = None
@@ -126,7 +125,7 @@ class WorkerHalf:
             self._side.wait_for_save(stream=self._stream())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose blocks may be freed, whose loads are over, and which of these failed."""
+        """Requests whose blocks may be freed, whose loads are over, and those of these of which nothing was loaded."""
         if self._side is None:
             return set(), set(), set()
         sending, recving = self._side.get_finished(set(finished_req_ids))
@@ -134,19 +133,15 @@ class WorkerHalf:
         sending = set(sending) & self._held
         self._held -= sending
         blended, not_blended = (set(), set()) if self._blends is None else self._blends.results(finished_req_ids)
-        if not recving and not finished_req_ids:
-            return sending, blended, not_blended
-        self._failed |= set(self._side.failed_requests())
-        failed = self._failed & set(recving)
-        # A load within a step is never reported as over: its request's name goes with the request.
-        self._failed -= failed | finished_req_ids
+        failed = set(self._side.failed_requests()) if recving else set()
         return sending, set(recving) | blended, failed | not_blended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Layer by layer: blocks whose load failed. Whole requests are reported by `get_transfer_results` instead, for any number of groups."""
-        if self._side is None or not self._settings.layerwise:
-            return set()
-        return set(self._side.get_block_ids_with_load_errors())
+        """Blocks whose load failed: vLLM keeps what was loaded before the first of them.
+
+        Where a block's id does not say which request it is of, whole requests are reported by `get_transfer_results` instead.
+        """
+        return set() if self._side is None else set(self._side.get_block_ids_with_load_errors())
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """The report for the scheduler."""

@@ -57,7 +57,7 @@ impl HeldRequests {
     }
 
     /// Whether the gathers of a step may still read blocks on some worker.
-    fn is_pending(&self, step: u64) -> bool {
+    pub(super) fn is_pending(&self, step: u64) -> bool {
         self.gathered.iter().any(|gathered| *gathered < step)
     }
 
@@ -113,7 +113,7 @@ impl Scheduler {
     }
 
     /// Takes what the workers reported. Unknown requests are passed over: they ended meanwhile.
-    /// Returns the requests, known or not, whose load was reported as failed.
+    /// Returns the requests, known or not, of which a worker reports a failed load.
     pub fn update_connector_output(&mut self, output: &StepOutput<'_>) -> Vec<String> {
         self.rates.ended(output.workers.iter().map(|report| report.loaded_step).max(), Instant::now());
         // Before the reports, whose uploads may be later.
@@ -133,8 +133,7 @@ impl Scheduler {
                 *gathered = report.gathered_step.max(*gathered);
             }
         }
-        let reported = output.workers.iter().flat_map(|w| w.failed.iter().map(String::as_str));
-        let failed: Vec<String> = output.failed.iter().copied().chain(reported).map(str::to_owned).collect();
+        let failed: Vec<String> = output.workers.iter().flat_map(|worker| worker.failed.iter().cloned()).collect();
         for req_id in &failed {
             self.load_failed(req_id);
         }

@@ -62,7 +62,7 @@ impl Scheduler {
         self.stats.queries += 1;
         let asynchronous = !self.options.layerwise;
         let nothing = Matched { tokens: Some(0), asynchronous: false };
-        if !self.options.role.loads() {
+        if !self.options.loads() || self.lookup.is_down() {
             return nothing;
         }
         let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };

@@ -137,8 +137,6 @@ pub struct StepOutput<'a> {
     pub finished_sending: Vec<&'a str>,
     /// Requests whose asynchronous load is over on every worker, failed ones too.
     pub finished_recving: Vec<&'a str>,
-    /// Requests whose load failed on some worker.
-    pub failed: Vec<&'a str>,
     /// The workers' reports.
     pub workers: Vec<WorkerMeta>,
 }
@@ -346,7 +344,7 @@ impl Scheduler {
         let mut tracker = Tracker::new(prompt, request.extra, (request.skip_save, request.skip_load));
         tracker.promised = request.transferred;
         tracker.has = request.computed;
-        if self.options.prefetch && self.options.role.loads() && !request.skip_load {
+        if self.options.prefetch && self.options.loads() && !request.skip_load {
             self.prefetches.add(request.req_id);
         }
         if self.options.role == Role::Producer && request.transferred > 0 {
@@ -357,10 +355,15 @@ impl Scheduler {
     }
 
     /// Tokens from a request's start that are stored or were ordered to be, or will be at its end;
+    /// none where too many blocks are held for that;
     /// what another server gets in [`AddRequest::transferred`].
     #[must_use]
     pub fn transferred(&self, req_id: &str) -> usize {
-        self.requests.get(req_id).and_then(Tracker::reached).unwrap_or(0)
+        let Some(tracker) = self.requests.get(req_id) else { return 0 };
+        // Its stores will be given up when it ends now.
+        let has_room = self.held.has_room(tracker.num_blocks(), self.options.max_held_blocks);
+        let is_kept = has_room || !(tracker.ripe.is_some() || self.held.is_pending(tracker.last_save));
+        tracker.reached().filter(|_| is_kept).unwrap_or(0)
     }
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that

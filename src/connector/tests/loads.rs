@@ -1,5 +1,7 @@
 //! Lookups, answers, allocations.
 
+use std::time::Duration;
+
 use super::*;
 use crate::geometry::{DType, Geometry, LayerSpec};
 
@@ -374,9 +376,18 @@ fn what_another_server_has_promised_is_waited_for_and_loaded_when_it_is_there() 
 
 #[test]
 fn a_promise_that_is_not_kept_is_a_miss_after_the_time_for_loads() {
+    let mut s = side_with(32, |o| o.load_timeout_ms = 1);
+    s.add_promised("a", usize::MAX);
+    s.get_num_new_matched_tokens("a", 0);
+    std::thread::sleep(Duration::from_millis(2));
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32), "what is there is taken");
+}
+
+#[test]
+fn without_time_for_loads_nothing_is_offered_or_waited_for() {
     let mut s = side_with(32, |o| o.load_timeout_ms = 0);
     s.add_promised("a", usize::MAX);
-    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32), "what is there is taken");
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(0));
 }
 
 #[test]

@@ -175,7 +175,8 @@ impl Side {
     }
 
     fn failed(&mut self, req_id: &str) {
-        let output = StepOutput { finished_recving: vec![req_id], failed: vec![req_id], ..StepOutput::default() };
+        let report = WorkerMeta { failed: vec![req_id.to_owned()], ..WorkerMeta::default() };
+        let output = StepOutput { finished_recving: vec![req_id], workers: vec![report], ..StepOutput::default() };
         self.s.update_connector_output(&output);
     }
 

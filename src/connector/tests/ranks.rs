@@ -58,6 +58,20 @@ impl Far {
 }
 
 #[test]
+fn while_a_ranks_cache_is_not_open_no_rank_is_asked_and_no_request_waits() {
+    let mut far = Far::met(60_000);
+    let mut down = WorkerIdentity::of(&geometry(1), None);
+    down.is_up = false;
+    far.say(WorkerMeta { identity: Some(down), ..report(1) });
+    far.side.add_promised("a", usize::MAX);
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), Some(0));
+    assert!(far.side.idle().questions.is_empty());
+    far.identity(1);
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), None, "it has been opened");
+    far.question();
+}
+
+#[test]
 fn the_least_that_any_rank_says_is_offered_once_all_have_said_it() {
     let mut far = Far::met(60_000);
     far.side.on_new_request("a", 100);
@@ -154,7 +168,7 @@ fn workers_stop_saying_who_they_are_and_one_of_a_shard_in_a_place_stores() {
 
 #[test]
 fn descriptions_of_kv_that_cannot_be_are_no_hits_and_no_panic() {
-    let mut far = Far::new(0);
+    let mut far = Far::new(60_000);
     let text = serde_json::to_string(&WorkerIdentity::of(&geometry(0), None)).unwrap();
     for (from, to) in [("\"chunk_tokens\":16", "\"chunk_tokens\":0"), ("\"tp\":[0,2]", "\"tp\":[2,2]")] {
         assert!(text.contains(from), "{text}");

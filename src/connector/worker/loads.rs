@@ -1,10 +1,12 @@
 //! The worker's loads: started, polled, ended, and reported where they failed. Also its answers to
 //! questions, and its prefetches.
 
+use std::time::Duration;
+
 use super::super::meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Load, LoadRequest, LoadTicket, Lookup, Prompt, SlotMapping};
+use crate::engine::{Load, LoadRequest, LoadTicket, LoadTimeout, Lookup, MissCause, Prompt, SlotMapping};
 use crate::error::Result;
 use crate::key::Extra;
 
@@ -111,7 +113,7 @@ impl Worker {
         let slots = self.slots(&order.spans, range);
         let request = LoadRequest {
             tokens: Some(order.stop),
-            timeout_ms: Some(self.options.load_timeout_ms),
+            timeout: Some(LoadTimeout::PerGib(Duration::from_millis(self.options.load_timeout_ms))),
             layerwise: Some(!order.asynchronous),
             stream,
             ..LoadRequest::new(&prompt, &self.kv, slots)
@@ -131,6 +133,7 @@ impl Worker {
 
     fn refuse_load(&mut self, order: &LoadOrder) {
         self.stats.refused_orders += 1;
+        self.failed_requests.insert(order.req_id.clone());
         self.load_failed(order, (order.computed, &[]));
         if order.asynchronous {
             self.received.push(order.req_id.clone());
@@ -142,17 +145,18 @@ impl Worker {
         self.stats.failed_loads += 1;
         let usable = usable.max(order.computed);
         self.failed_epochs.insert(order.req_id.clone(), order.epoch);
-        self.failed_requests.insert(order.req_id.clone());
         self.report.failed.push(order.req_id.clone());
-        if order.asynchronous && self.options.layerwise {
-            // The server would take blocks that are reported here for blocks of this step's loads.
+        // With several groups an id names no single block. And the server would take what is
+        // reported here for blocks of this step's loads.
+        let ([tokens], [span], false) =
+            (&*self.options.block_tokens, &*order.spans, order.asynchronous && self.options.layerwise)
+        else {
+            self.failed_requests.insert(order.req_id.clone());
             return;
-        }
-        for ((group, tokens), span) in self.options.block_tokens.iter().enumerate().zip(&order.spans) {
-            let first = (usable / *tokens as usize).saturating_sub(span.first);
-            let null = self.options.window(group).map(|_| 0);
-            self.failed_blocks.extend(span.ids.iter().skip(first).filter(|id| Some(**id) != null));
-        }
+        };
+        let first = (usable / *tokens as usize).saturating_sub(span.first);
+        let null = self.options.window(0).map(|_| 0);
+        self.failed_blocks.extend(span.ids.iter().skip(first).filter(|id| Some(**id) != null));
         self.failed_blocks.extend(more);
     }
 
@@ -193,6 +197,17 @@ impl Worker {
                 self.report.loaded_tokens += loaded - beside;
                 self.report.beside_tokens += beside;
                 self.report.load_s += self.busy.add(&times).as_secs_f64();
+            }
+            if result.missed(MissCause::TimedOut) > 0 {
+                let (req_id, wanted, timeout_ms) =
+                    (&order.req_id, order.stop - order.computed, self.options.load_timeout_ms);
+                tracing::warn!(
+                    req_id,
+                    loaded,
+                    wanted,
+                    timeout_ms,
+                    "a load took too long, and the rest is computed; a faster drive helps, or a higher load_timeout_ms"
+                );
             }
             if result.tokens < order.stop {
                 self.load_failed(&order, (result.tokens, &result.failed_blocks));

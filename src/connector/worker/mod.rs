@@ -290,15 +290,17 @@ impl Worker {
     }
 
     /// The server's blocks that were to be loaded and must be computed instead, ascending, since
-    /// the last call: all that hold a token from the first one on that is not verified. Of use
-    /// with one KV cache group, where an id names one block.
+    /// the last call: all that hold a token from the first one on that is not verified. Those of
+    /// [`Worker::failed_requests`] are not among them.
     pub fn get_block_ids_with_load_errors(&mut self) -> Vec<u32> {
         let mut blocks: Vec<u32> = std::mem::take(&mut self.failed_blocks).into_iter().collect();
         blocks.sort_unstable();
         blocks
     }
 
-    /// Requests whose load failed, since the last call.
+    /// Requests of which nothing was loaded that the server may use, since the last call: those of
+    /// a server with several KV cache groups, where a block's id names one in each, of loads
+    /// between the steps of a server that loads within them, and orders that do not fit.
     pub fn failed_requests(&mut self) -> Vec<String> {
         let mut requests: Vec<String> = std::mem::take(&mut self.failed_requests).into_iter().collect();
         requests.sort_unstable();

@@ -100,6 +100,8 @@ pub(super) struct Volume {
     pub(super) shard: Arc<SharedShard>,
     lanes: RwLock<Arc<Lanes>>,
     seen_lanes: AtomicU64,
+    /// The generation of the lanes whose names are durable.
+    durable_lanes: AtomicU64,
     draining: AtomicBool,
     scanning: Mutex<()>,
     pub(super) policy: PolicyFile,
@@ -224,6 +226,7 @@ impl Volume {
             shard: Arc::new(shard),
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
+            durable_lanes: AtomicU64::new(u64::MAX),
             draining: AtomicBool::new(draining),
             scanning: Mutex::new(()),
             rounds: AtomicU64::new(0),
@@ -340,6 +343,20 @@ impl Volume {
         let Some(why) = self.lacks_lanes() else { return Ok(()) };
         let e = Error::new(ErrorKind::Io, format!("a lane cannot be read, and its keys may still be served: {why}"));
         Err(e.at(&self.shard_dir).advice("stop the processes that use the cache, and run forebay fsck"))
+    }
+
+    /// Makes durable that lanes are gone: a removal does not look into them, and a power cut must not
+    /// bring them back. Who deleted one may have died before its own flush.
+    ///
+    /// # Errors
+    /// `Io` where the directory cannot be flushed.
+    pub(super) fn flush_lane_names(&self) -> Result<()> {
+        let generation = self.shard.lane_generation();
+        if self.durable_lanes.load(Ordering::Acquire) != generation {
+            paths::sync_dir(&self.shard_dir)?;
+            self.durable_lanes.store(generation, Ordering::Release);
+        }
+        Ok(())
     }
 
     /// Why [`lanes`](Self::lanes) lacks a lane, if it does.

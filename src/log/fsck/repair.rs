@@ -123,6 +123,8 @@ struct LaneRepair<'a> {
 impl<'a> LaneRepair<'a> {
     fn open(files: &'a LaneDir, raw: &'a RawLane) -> Result<Self> {
         let index = files.dir.open_file_in(INDEX, &CacheFileOptions { write: true, ..CacheFileOptions::default() })?;
+        // What was read of it is relied on, and its writer may have died before a flush.
+        index.sync_all().map_err(|e| Error::io("cannot flush", e).at(files.file(INDEX)))?;
         Ok(Self { files, raw, index, sealed: HashMap::new() })
     }
 

@@ -388,9 +388,10 @@ impl Lane {
     fn attach_anew(&self) -> Option<Arc<Table>> {
         let ctx = &self.ctx;
         let table = Arc::new(attach_table(ctx, &self.dir).ok()?);
-        let shared = attach_shared(ctx, &self.dir).ok();
+        // With one of the two alone a removal would not see what the writer makes unreadable.
+        let shared = attach_shared(ctx, &self.dir).ok()?;
         *self.table.write() = Arc::clone(&table);
-        *self.shared.write() = shared;
+        *self.shared.write() = Some(shared);
         Some(table)
     }
 

@@ -90,7 +90,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     }
     let until = Instant::now() + volume.ctx.options.io_timeout;
     let removal = KeyRemoval { volume, keys, until, by_others: Cell::new(false) };
-    let mut outcome = volume.find_all_lanes();
+    let mut outcome = volume.find_all_lanes().and_then(|()| volume.flush_lane_names());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
     // Repeated until nothing is found: reclaim may have moved a chunk from a lane not yet looked at
     // to one that was. A move by another process leaves no trace in the lane it came from, so where
@@ -182,7 +182,7 @@ impl KeyRemoval<'_> {
     fn in_foreign(&self, lane: &Arc<Lane>) -> Result<usize> {
         let mut count = 0;
         for key in self.keys {
-            while let Some((entry, _, mark)) = lane.table().get_marked(key) {
+            while let Some((entry, _, mark)) = self.entry(lane, key)? {
                 if mark == Some(Mark::Removed) && count == 0 && !self.is_readable(lane, &entry)? {
                     // Another process has made it unreadable; the lane's holder will drop the
                     // entry.
@@ -203,10 +203,24 @@ impl KeyRemoval<'_> {
         Ok(count)
     }
 
+    /// The entry of a key, once that is known for sure: not while the table cannot be attached to
+    /// anew, or while its writer has stopped within a change.
+    fn entry(&self, lane: &Lane, key: &ChunkKey) -> Result<Option<(Entry, u32, Option<Mark>)>> {
+        loop {
+            let table = lane.table();
+            let gave_up = table.gave_up();
+            let found = table.get_marked(key);
+            if found.is_some() || !(table.moved() || table.gave_up() > gave_up) {
+                return Ok(found);
+            }
+            self.wait_for_holder(lane)?;
+        }
+    }
+
     fn wait_for_holder(&self, lane: &Lane) -> Result<()> {
         let ctx = &self.volume.ctx;
         if Instant::now() >= self.until || ctx.is_closed() || ctx.options.foreground {
-            let why = "the process that writes the lane is evicting or moving slots, and does not end";
+            let why = "the process that writes the lane is changing its table, evicting or moving slots, and does not end";
             return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
         }
         std::thread::sleep(LOOK_AGAIN);

@@ -278,3 +278,18 @@ fn a_removal_fails_while_a_lane_of_another_process_cannot_be_read() {
     other.remove(&[key(1)]).unwrap();
     assert!(!has(&writer, 1));
 }
+
+/// Its bucket cannot be read then, which does not mean that the key is not there.
+#[test]
+fn a_removal_does_not_end_well_while_the_writer_is_stopped_within_the_keys_bucket() {
+    let dir = temp();
+    let (writer, other) = (still(dir.path()), still(dir.path()));
+    (0..3).for_each(|n| assert!(store(&writer, n)));
+    let table = writer.volumes[0].own().unwrap().table();
+    let (_, slot) = table.get_slot(&key(1)).unwrap();
+    table.stop_at(slot, true);
+    assert_eq!(other.remove(&[key(1)]).unwrap_err().kind(), ErrorKind::TimedOut);
+    table.stop_at(slot, false);
+    other.remove(&[key(1)]).unwrap();
+    assert!(!has(&writer, 1) && has(&writer, 0));
+}

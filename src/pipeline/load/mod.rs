@@ -63,7 +63,36 @@ pub struct LoadSpec {
     /// submitted earlier may still use it.
     pub after: Vec<Fence>,
     /// When the load gives up; without one it still does when nothing moves for long.
-    pub deadline: Option<Instant>,
+    pub timeout: Option<LoadTimeout>,
+}
+
+/// How long a load may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadTimeout {
+    /// So long in all.
+    Total(Duration),
+    /// So long for each GiB that arrives meanwhile, of all loads, begun ones included; and no
+    /// longer than this without a byte of its own. A load that is long, or one of many, has time
+    /// as long as the drives deliver.
+    PerGib(Duration),
+}
+
+impl LoadTimeout {
+    /// The whole time, once `landed` bytes of all loads have arrived since it began.
+    pub(in crate::pipeline) fn in_all(self, landed: u64) -> Duration {
+        match self {
+            Self::Total(time) => time,
+            Self::PerGib(time) => time.saturating_mul(u32::try_from((landed >> 30) + 1).unwrap_or(u32::MAX)),
+        }
+    }
+
+    /// Longest time without a byte, where it is `stall` without a time-out.
+    pub(in crate::pipeline) fn silence(self, stall: Duration) -> Duration {
+        match self {
+            Self::Total(_) => stall,
+            Self::PerGib(time) => time.min(stall),
+        }
+    }
 }
 
 /// The part of a prefix that was asked for and is not stored.
@@ -131,8 +160,10 @@ pub(super) struct LoadInner {
     gate: Arc<Gate>,
     given_up: AtomicBool,
     after: Vec<Fence>,
-    deadline: Option<Instant>,
+    timeout: Option<LoadTimeout>,
     started: Instant,
+    /// What had landed of all loads when it began.
+    landed_before: u64,
     /// When a read of it last ended well, or a scatter from the memory tier ended.
     moved: Mutex<Instant>,
     /// Reads that were submitted and have not ended.

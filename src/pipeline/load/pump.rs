@@ -22,7 +22,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -56,6 +56,8 @@ pub(in crate::pipeline) struct LoadPump {
     pool: Arc<StagingPool>,
     on_finished: FinishedHook,
     pid: u32,
+    /// Bytes of all loads that were scattered.
+    landed: AtomicU64,
     /// Kicks since pumping began; 0 while no thread pumps.
     kicks: AtomicUsize,
     turns: Mutex<Turns>,
@@ -185,6 +187,7 @@ impl LoadPump {
             pool: Arc::clone(&options.load_pool),
             on_finished,
             pid: std::process::id(),
+            landed: AtomicU64::new(0),
             kicks: AtomicUsize::new(0),
             turns: Mutex::default(),
             watch: Mutex::new(Watch { active: Vec::new(), retry: false, closed: false }),
@@ -246,8 +249,9 @@ impl LoadPump {
             gate: Arc::new(Gate::new()),
             given_up: AtomicBool::new(false),
             after: spec.after,
-            deadline: spec.deadline,
+            timeout: spec.timeout,
             started: Instant::now(),
+            landed_before: self.landed.load(Ordering::Relaxed),
             moved: Mutex::new(Instant::now()),
             reads: AtomicUsize::new(0),
             hit_bytes,
@@ -527,6 +531,11 @@ impl LoadPump {
         }
     }
 
+    /// Bytes have been scattered.
+    pub(super) fn landed(&self, bytes: usize) {
+        self.landed.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// Counts a load that has finished. Called before anybody can learn that it has, so that its
     /// caller finds it counted.
     pub(super) fn count(&self, result: &LoadResult, took: Duration) {
@@ -588,10 +597,8 @@ impl LoadPump {
 
     fn watch(&self) {
         let stall = self.options.io_timeout * STALLED_TIMEOUTS;
-        let ends_at = |l: &Arc<LoadInner>| {
-            let stalled = l.waits_for_drive().then(|| *l.moved.lock() + stall);
-            stalled.into_iter().chain(l.deadline).min()
-        };
+        let landed = || self.landed.load(Ordering::Relaxed);
+        let ends_at = |l: &Arc<LoadInner>| l.ends_at(stall, landed());
         let mut watch = self.watch.lock();
         while !(watch.closed && watch.active.is_empty()) {
             let now = Instant::now();
@@ -619,7 +626,8 @@ impl LoadPump {
 
     fn attend(&self, late: Vec<Arc<LoadInner>>, retry: bool) {
         for load in late {
-            tracing::warn!("a load is given up: it passed its deadline, or nothing of it has moved for two I/O time-outs");
+            let ran_ms = load.started.elapsed().as_millis() as u64;
+            tracing::warn!(ran_ms, "a load is given up: its time-out is over, or nothing of it has moved for long");
             load.end(MissCause::TimedOut);
         }
         if retry {

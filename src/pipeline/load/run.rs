@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::LoadInner;
 use super::pump::ReadShare;
@@ -66,6 +66,15 @@ impl LoadInner {
             let state = self.state.lock();
             state.has_steps() || state.is_wiping()
         }
+    }
+
+    /// When the load is given up as things stand: it waits for a drive and nothing has moved for
+    /// `stall`, or its time-out is over. `landed` bytes of all loads have been scattered.
+    pub(super) fn ends_at(&self, stall: Duration, landed: u64) -> Option<Instant> {
+        let silence = self.timeout.map_or(stall, |timeout| timeout.silence(stall));
+        let stalled = self.waits_for_drive().then(|| self.moved.lock().checked_add(silence)).flatten();
+        let time = self.timeout.map(|timeout| timeout.in_all(landed - self.landed_before));
+        stalled.into_iter().chain(time.and_then(|time| self.started.checked_add(time))).min()
     }
 
     /// Something of the load has come.
@@ -214,6 +223,7 @@ impl LoadInner {
     ) {
         // What comes of it may wait for a drive again.
         self.moved();
+        self.pump.landed(step.span.len);
         let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
         let header = match (&source, step.header) {
             (Some(source), true) => {

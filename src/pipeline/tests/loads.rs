@@ -8,7 +8,7 @@ use super::disk::{Fate, Slot};
 use super::memory::{all_of, bring_damaged, wait_used, world_with};
 use super::world::{EXTENT, LAYERS, TOKENS, World, without};
 use crate::error::ErrorKind;
-use crate::pipeline::{Absent, LayerReady, Load, LoadResult, LoadSpec, MissCause, PipelineOptions};
+use crate::pipeline::{Absent, LayerReady, Load, LoadResult, LoadSpec, LoadTimeout, MissCause, PipelineOptions};
 
 const T: usize = TOKENS as usize;
 
@@ -258,8 +258,8 @@ fn a_read_that_fails_after_its_load_was_given_up_is_reported_once() {
     w.disk.pause();
     w.disk.fate(slots[0].slot, Fate::Hang);
     let to = w.kv(1);
-    let deadline = Some(Instant::now() + Duration::from_millis(5));
-    let load = w.pipeline().load(LoadSpec { deadline, ..w.load_spec(&to, &slots) }).unwrap();
+    let timeout = Some(LoadTimeout::Total(Duration::from_millis(5)));
+    let load = w.pipeline().load(LoadSpec { timeout, ..w.load_spec(&to, &slots) }).unwrap();
     assert_eq!(load.wait().missed(MissCause::TimedOut), 1);
     assert_eq!(w.disk.bad(), [], "its reads may still come");
     w.disk.run();
@@ -402,7 +402,7 @@ fn a_deadline_makes_a_miss_and_closes_the_callers_memory() {
     w.disk.pause();
     let to = w.kv(2);
     let mut spec = w.load_spec(&to, &slots);
-    spec.deadline = Some(Instant::now() + Duration::from_millis(5));
+    spec.timeout = Some(LoadTimeout::Total(Duration::from_millis(5)));
     let load = w.pipeline().load(spec).unwrap();
     let result = load.wait();
     assert_eq!((result.tokens, result.missed(MissCause::TimedOut), result.cancelled), (0, 2, false));
@@ -411,6 +411,26 @@ fn a_deadline_makes_a_miss_and_closes_the_callers_memory() {
     w.disk.run();
     w.assert_staging_free();
     assert!(to.bytes() == before, "late reads were scattered");
+}
+
+/// A load that is long, or one of many, has time as long as the drives deliver.
+#[test]
+fn a_time_for_each_gib_grows_with_what_arrives_and_ends_where_nothing_does() {
+    const S: Duration = Duration::from_secs(1);
+    let (each, total) = (LoadTimeout::PerGib(2 * S), LoadTimeout::Total(2 * S));
+    let in_all = |timeout: LoadTimeout| [0, (1 << 30) - 1, 1 << 30, 10 << 30].map(|landed| timeout.in_all(landed));
+    assert_eq!(in_all(each), [2 * S, 2 * S, 4 * S, 22 * S]);
+    assert_eq!(in_all(total), [2 * S; 4]);
+    assert_eq!((each.silence(20 * S), each.silence(S), total.silence(20 * S)), (2 * S, S, 20 * S));
+    let w = World::new(8, 4);
+    let (slots, _) = w.stored(2);
+    let to = w.kv(2);
+    let timeout = Some(LoadTimeout::PerGib(Duration::from_millis(5)));
+    w.disk.pause();
+    let load = w.pipeline().load(LoadSpec { timeout, ..w.load_spec(&to, &slots) }).unwrap();
+    assert_eq!(load.wait().missed(MissCause::TimedOut), 2);
+    w.disk.run();
+    w.assert_staging_free();
 }
 
 #[test]

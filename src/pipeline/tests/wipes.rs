@@ -1,12 +1,12 @@
 //! What does not verify is overwritten with zeros in the server's memory, in whatever order header
 //! and layers come and however the load ends.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::disk::Fate;
 use super::world::{Kv, LAYERS, TOKENS, World};
 use crate::error::ErrorKind;
-use crate::pipeline::Load;
+use crate::pipeline::{Load, LoadTimeout};
 
 const T: usize = TOKENS as usize;
 /// Memories of a layer: one for keys, one for values.
@@ -117,7 +117,7 @@ fn a_load_whose_wiping_finds_no_staging_is_over_at_its_deadline() {
     w.disk.pause();
     let (to, other) = (w.kv(1).filled(9), w.kv(1));
     let mut spec = w.load_spec(&to, &slots[..1]);
-    spec.deadline = Some(Instant::now() + Duration::from_millis(200));
+    spec.timeout = Some(LoadTimeout::Total(Duration::from_millis(200)));
     let (load, _holder) = (w.pipeline().load(spec).unwrap(), w.load(&other, &slots[1..]));
     w.disk.wait_held(1);
     w.disk.end_one(0);

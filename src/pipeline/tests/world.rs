@@ -209,7 +209,7 @@ impl World {
             base_tokens: 0,
             absent: None,
             after: Vec::new(),
-            deadline: None,
+            timeout: None,
         }
     }
 

@@ -74,7 +74,6 @@ class Reported:
     to be computed."""
 
     over: set[str]
-    failed: set[str]
     computed: list[Request] = field(default_factory=list)
 
 
@@ -186,7 +185,7 @@ class Planner:
         over, failed = set(over), set(failed)
         mine = over & self._loading
         self._loading -= mine
-        rest = Reported(over - mine, failed - mine)
+        rest = Reported(over - mine)
         for req_id in failed & mine:
             # The plan of an aborted request is gone.
             if (plan := self._plans.pop(req_id, None)) is not None:

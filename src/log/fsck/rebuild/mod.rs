@@ -231,11 +231,10 @@ fn put_in_place(
     dir.sync()
 }
 
-/// Writes zeros over the slot headers at these offsets in data.kv, and flushes it.
+/// Writes zeros over the slot headers at these offsets in data.kv, and flushes it: also where there
+/// are none, for the writer may have died before it flushed zeros, holes or a length of its own,
+/// and the new index does not name them.
 fn blank(files: &LaneDir, headers: &[u64]) -> Result<()> {
-    if headers.is_empty() {
-        return Ok(());
-    }
     let data = files.dir.open_file_in(DATA, &CacheFileOptions { write: true, ..CacheFileOptions::default() })?;
     let zeros = [0; PAGE_BYTES];
     let done = headers.iter().try_for_each(|at| data.write_all_at(&zeros, *at)).and_then(|()| data.sync_data());
