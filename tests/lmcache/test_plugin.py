@@ -76,6 +76,48 @@ def test_what_a_lookup_has_locked_survives_until_it_is_unlocked(cache: Path) -> 
         assert found(over, locked) == [False] * 3
 
 
+def test_what_cannot_be_locked_is_found_all_the_same(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        assert store(over, {1: memory(5000, 1)})
+    # Nothing that processes share can be written.
+    with adapter(spec(cache, mode="ro")) as over:
+        assert over._store.pin([plugin.name(key(1))], 1.0) == [False]
+        assert lookup(over, [1, 2]) == [True, False]
+        targets = {1: memory(5000, None)}
+        assert load(over, targets) == [True] and same(targets[1], memory(5000, 1))
+        over.submit_unlock([key(1)])
+
+
+def test_a_value_of_another_length_makes_room_for_the_right_one(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        assert store(over, {1: memory(5000, 1)})
+        assert load(over, {1: memory(4000, None)}) == [False]
+        until(lambda: not any(lookup(over, [1])))
+        assert store(over, {1: memory(4000, 2)})
+        targets = {1: memory(4000, None)}
+        assert load(over, targets) == [True] and same(targets[1], memory(4000, 2))
+
+
+def test_a_cache_that_cannot_be_closed_stops_no_other_adapter(cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with adapter(spec(cache)) as over:
+        real = over._store
+
+        class Fails:
+            def close(self) -> None:
+                real.close()
+                raise forebay.TimedOut("it hangs")
+
+        monkeypatch.setattr(over, "_store", Fails())
+    assert "it hangs" in caplog.text
+
+
+def test_lmcaches_own_settings_are_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "lm://localhost:65432")
+    monkeypatch.setenv("LMCACHE_REMOTE_SERDE", "cachegen")
+    with adapter(spec(cache)) as over:
+        assert store(over, {1: memory(5000, 1)})
+
+
 def test_values_of_bfloat16_are_coded_and_the_same_and_others_stored_as_they_are(cache: Path) -> None:
     def value(dtype: torch.dtype, fill: float) -> TensorMemoryObj:
         data = (torch.randn(MIB, generator=torch.Generator().manual_seed(7)) * fill).to(dtype)

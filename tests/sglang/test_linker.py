@@ -165,6 +165,16 @@ def test_a_time_of_0_loads_nothing(cache: Path) -> None:
 
 
 @pytest.mark.ci
+def test_a_remote_store_is_left_alone(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "far").mkdir()
+    with served(cache, more={"remote_url": f"file://{tmp_path}/far"}) as server:
+        server.compute(prompt(4), seed=1)
+        assert all(server.settle())
+        assert not any(source.engine.stats()["remote"]["uploaded_chunks"] for source in server.linker._sources.values())
+    assert not any((tmp_path / "far").iterdir()) and "remote_url" in caplog.text
+
+
+@pytest.mark.ci
 def test_a_load_that_is_late_ends_in_time_and_nothing_is_promised_for_a_while(cache: Path) -> None:
     with served(cache) as server:
         server.compute(prompt(4), seed=1)

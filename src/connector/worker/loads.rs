@@ -146,18 +146,16 @@ impl Worker {
         let usable = usable.max(order.computed);
         self.failed_epochs.insert(order.req_id.clone(), order.epoch);
         self.report.failed.push(order.req_id.clone());
-        // With several groups an id names no single block. And the server would take what is
-        // reported here for blocks of this step's loads.
-        let ([tokens], [span], false) =
-            (&*self.options.block_tokens, &*order.spans, order.asynchronous && self.options.layerwise)
-        else {
+        // With several groups an id names no single block. With a window what was loaded of the
+        // beginning is what the end needs. And a server that loads within its steps would take these
+        // for blocks of this step's loads.
+        let is_whole = self.options.window(0).is_some() || order.asynchronous && self.options.layerwise;
+        let ([tokens], [span], false) = (&*self.options.block_tokens, &*order.spans, is_whole) else {
             self.failed_requests.insert(order.req_id.clone());
             return;
         };
         let first = (usable / *tokens as usize).saturating_sub(span.first);
-        let null = self.options.window(0).map(|_| 0);
-        self.failed_blocks.extend(span.ids.iter().skip(first).filter(|id| Some(**id) != null));
-        self.failed_blocks.extend(more);
+        self.failed_blocks.extend(span.ids.iter().skip(first).chain(more));
     }
 
     /// What stores of `req_id` in this step depend on.

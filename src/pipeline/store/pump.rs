@@ -324,6 +324,12 @@ impl StorePump {
 
     pub(super) fn retry_later(&self, retry: Retry) {
         let mut shared = self.shared.lock();
+        // A closed pump's thread ends when all chunks are over: nobody would take this one again.
+        if retry.is_over() {
+            drop(shared);
+            retry.again();
+            return;
+        }
         shared.retries.push(retry);
         self.changed.notify_all();
     }

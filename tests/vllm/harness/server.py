@@ -406,7 +406,7 @@ class Server:
         output = self.aggregator.aggregate(outputs)
         assert output is not None
         kv = output.kv_connector_output
-        self.failed_loads += len(kv.failed_recving)
+        self.failed_loads += len(kv.failed_recving) + bool(kv.invalid_block_ids)
         if kv.finished_recving or kv.finished_sending:
             self._moved = time.monotonic()
         for each in self.scheduler.update_from_output(step, output).values():

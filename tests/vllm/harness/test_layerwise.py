@@ -94,7 +94,6 @@ def test_nothing_is_left_of_a_request_that_is_aborted_before_its_load_is_known_t
     assert server.asked["b"].finished != "error"
     server.check_outputs()
     server.check_empty()
-    assert not any(rank.connector._worker._failed for rank in server.runner.ranks), "names of requests that are gone"
     server.close()
 
 
