@@ -170,7 +170,6 @@ def test_a_remote_store_is_left_alone(cache: Path, tmp_path: Path, caplog: pytes
     with served(cache, more={"remote_url": f"file://{tmp_path}/far"}) as server:
         server.compute(prompt(4), seed=1)
         assert all(server.settle())
-        assert not any(source.engine.stats()["remote"]["uploaded_chunks"] for source in server.linker._sources.values())
     assert not any((tmp_path / "far").iterdir()) and "remote_url" in caplog.text
 
 
