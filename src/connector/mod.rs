@@ -44,7 +44,7 @@ pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
 pub use meta::{
     BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta,
 };
-pub use options::{ConnectorOptions, Role, effective_chunk_tokens, windowed_chunk_tokens};
+pub use options::{ConnectorOptions, Role, windowed_chunk_tokens};
 pub use ranks::RanksLookup;
 pub use scheduler::{
     AddRequest, CachedRequest, KvEvents, Matched, NewRequest, RequestChunk, Scheduler, SchedulerStats, StepInput,

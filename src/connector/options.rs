@@ -248,18 +248,18 @@ impl ConnectorOptions {
     }
 }
 
-/// The chunk size in effect: `chunk_tokens` rounded up to a multiple of every group's block. It
-/// belongs into the geometry, and so into the name of the cache's namespace.
+/// `chunk_tokens` rounded up to a multiple of every group's block.
 #[must_use]
-pub fn effective_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32]) -> u32 {
+pub(super) fn effective_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32]) -> u32 {
     let multiple = block_multiple(block_tokens);
     chunk_tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(multiple)
 }
 
-/// The chunk size for a server with these sliding windows: at most so long that the blocks of a
-/// chunk are still the request's when its last token is computed, however the server cuts a prompt
-/// into steps. In longer chunks those blocks may be gone by then, and a chunk that cannot be stored
-/// ends every later hit.
+/// The chunk size in effect, which belongs into the geometry, and so into the name of the cache's
+/// namespace: a multiple of every group's block, and with sliding windows at most so long that the
+/// blocks of a chunk are still the request's when its last token is computed, however the server
+/// cuts a prompt into steps. In longer chunks those blocks may be gone by then, and a chunk that
+/// cannot be stored ends every later hit.
 #[must_use]
 pub fn windowed_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32], windows: &[Option<u32>]) -> u32 {
     let multiple = block_multiple(block_tokens);

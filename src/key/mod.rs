@@ -94,7 +94,7 @@ pub fn object_key(name: &[u8]) -> ChunkKey {
 
 /// The key of part `part` of an object that is stored in several parts.
 #[must_use]
-pub(crate) fn object_part_key(object: &ChunkKey, part: u32) -> ChunkKey {
+pub fn object_part_key(object: &ChunkKey, part: u32) -> ChunkKey {
     ChunkKey(*blake3::keyed_hash(&object.0, &part.to_le_bytes()).as_bytes())
 }
 

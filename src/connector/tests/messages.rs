@@ -1,6 +1,7 @@
 //! Messages and options.
 
 use super::*;
+use crate::connector::options::effective_chunk_tokens;
 use crate::geometry::block_multiple;
 use crate::key::{LoraId, MmItem};
 
