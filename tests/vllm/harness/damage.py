@@ -52,6 +52,22 @@ def flip(cache: Path, rank: int, source: random.Random) -> int:
     return count
 
 
+def flip_last(cache: Path, rank: int) -> int:
+    """One flipped bit in the last written page of each data file; how many."""
+    count = 0
+    with mmap.mmap(-1, PAGE) as held:
+        for file in _data(cache, rank):
+            opened = _open_direct(file)
+            for page in reversed(range(os.fstat(opened).st_size // PAGE)):
+                if os.preadv(opened, [held], page * PAGE) == PAGE and held[:] != bytes(PAGE):
+                    held[0] ^= 1
+                    os.pwritev(opened, [held], page * PAGE)
+                    count += 1
+                    break
+            os.close(opened)
+    return count
+
+
 def truncate(cache: Path, rank: int, source: random.Random) -> int:
     """Data files that end somewhere in what was written; how many."""
     count = 0

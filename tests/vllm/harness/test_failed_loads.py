@@ -184,6 +184,30 @@ def test_layerwise_loads_from_a_cache_that_keeps_what_is_damaged_are_refused(tmp
 
 @RUNNERS
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_what_was_loaded_before_the_damage_is_kept(asynchronous: bool, second: bool, tmp_path: Path, device: str) -> None:
+    patient = {"gather_patience_ms": 20_000, "max_held_blocks": 1000, "load_timeout_ms": 20_000}
+    shape = Shape(asynchronous=asynchronous, second_runner=second, device=device, settings=patient)
+    server = Server(shape, tmp_path)
+    server.ask("a", PROMPT, 6)
+    server.drain()
+    server.until_stored(PROMPT, 96)
+    server.close()
+    assert damage.flip_last(tmp_path / "cache", 1) > 0
+    server = Server(shape, tmp_path)
+    server.ask("b", PROMPT, 6)
+    computed = []
+    while server.step(before_update=lambda: computed.append(server.queue[0][0].total_num_scheduled_tokens)):
+        pass
+    server.check_outputs()
+    server.check_empty()
+    server.close()
+    assert server.failed_loads == 1
+    # Of three chunks of 32 tokens the last one is damaged.
+    assert max(computed) == len(PROMPT) - 64, computed
+
+
+@RUNNERS
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
 @pytest.mark.parametrize("kind", [damage.flip, damage.truncate, damage.remove_data], ids=lambda kind: kind.__name__)
 def test_a_load_that_fails_on_one_worker_is_computed(
