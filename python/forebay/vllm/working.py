@@ -133,13 +133,14 @@ class WorkerHalf:
         sending = set(sending) & self._held
         self._held -= sending
         blended, not_blended = (set(), set()) if self._blends is None else self._blends.results(finished_req_ids)
-        failed = set(self._side.failed_requests()) if recving else set()
+        # A load within a step is never reported as over, and vLLM has its blocks.
+        failed = set(self._side.failed_requests()) & set(recving)
         return sending, set(recving) | blended, failed | not_blended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed: vLLM keeps what was loaded before the first of them.
 
-        Where a block's id does not say which request it is of, whole requests are reported by `get_transfer_results` instead.
+        Where blocks cannot say it (several groups, a sliding window), `get_transfer_results` reports whole requests instead.
         """
         return set() if self._side is None else set(self._side.get_block_ids_with_load_errors())
 
