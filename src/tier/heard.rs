@@ -29,6 +29,11 @@ impl Heard {
         !std::mem::replace(&mut self.is_wanted, true)
     }
 
+    /// Whether somebody wants to know.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.is_wanted
+    }
+
     /// Whether the other process is to be asked.
     pub(super) fn is_asking(&self) -> bool {
         self.is_wanted && self.pending.len() < MOST_PENDING

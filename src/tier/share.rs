@@ -183,9 +183,10 @@ impl Share {
             match &role {
                 Joined::Owner(owner) => owner.serve(&self.bell, || self.is_over()),
                 Joined::User(link) => {
-                    let is_asking = self.heard.lock().is_asking();
+                    // Also while too many changes wait: taking them rings no bell.
+                    let is_wanted = self.heard.lock().is_wanted();
                     let other = PollFd::from_borrowed_fd(link.socket(), PollFlags::RDHUP);
-                    self.wait(Some(other), is_asking.then_some(&HEARD_EVERY));
+                    self.wait(Some(other), is_wanted.then_some(&HEARD_EVERY));
                     if !self.is_over() && !link.is_over() && !is_gone(link) {
                         if self.heard.lock().is_asking() {
                             link.hear(&self.heard);
