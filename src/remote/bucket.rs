@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt};
+use futures_util::{StreamExt, TryFutureExt, TryStreamExt};
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
@@ -35,6 +35,10 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(5);
 /// Requests under way at once: each has a connection of its own.
 const AT_ONCE: usize = 64;
+/// A put that has left its file alone for so long was cut off.
+const WRITING: Duration = Duration::from_secs(600);
+/// Looking for what was cut off may take as long as so many requests.
+const CUT_OFF: u32 = 20;
 /// Objects that are listed before they are deleted.
 const DELETED_AT_ONCE: usize = 1000;
 
@@ -51,6 +55,8 @@ pub(super) struct RemoteBucket {
     /// It has refused a conditional put as not implemented, or is a directory: there a conditional
     /// put is a hard link, which many network file systems refuse.
     is_unconditional: AtomicBool,
+    /// It was logged that there is no bucket.
+    has_said_missing: AtomicBool,
     /// Requests that may be under way at once.
     places: Semaphore,
 }
@@ -77,7 +83,8 @@ impl RemoteBucket {
         let is_unconditional = AtomicBool::new(scheme == ObjectStoreScheme::Local);
         let root = url.to_file_path().ok().filter(|_| scheme == ObjectStoreScheme::Local);
         let (breaker, places) = (Breaker::default(), Semaphore::new(AT_ONCE));
-        Ok(Self { store, prefix, root, breaker, timeout, is_unconditional, places })
+        let has_said_missing = AtomicBool::new(false);
+        Ok(Self { store, prefix, root, breaker, timeout, is_unconditional, has_said_missing, places })
     }
 
     /// The store itself, for requests that go past the breaker.
@@ -127,25 +134,47 @@ impl RemoteBucket {
         self.ask(self.timeout, read).await?
     }
 
+    /// How long a put of so many bytes may take.
+    pub(super) fn put_limit(&self, bytes: u64) -> Duration {
+        let parts = u32::try_from(bytes / PART_BYTES).unwrap_or(u32::MAX);
+        self.timeout.saturating_mul(parts.saturating_add(1))
+    }
+
     /// Puts an object. Without `replace` an object that is there stays; false means that one was.
     pub(super) async fn put(&self, name: &Path, object: Vec<Bytes>, replace: bool) -> Answer<bool> {
         let payload: PutPayload = object.into_iter().collect();
-        let parts = u32::try_from(payload.content_length() as u64 / PART_BYTES).unwrap_or(u32::MAX);
-        let limit = self.timeout.saturating_mul(parts.saturating_add(1));
+        let limit = self.put_limit(payload.content_length() as u64);
         let put = |mode| {
             let options = PutOptions { mode, ..PutOptions::default() };
-            self.ask(limit, self.store.put_opts(name, payload.clone(), options))
+            self.ask(limit, self.store.put_opts(name, payload.clone(), options)).map_err(|cause| match cause {
+                RemoteCause::Absent => self.is_missing(),
+                cause => cause,
+            })
         };
         if !replace && !self.is_unconditional.load(Ordering::Relaxed) {
             match put(PutMode::Create).await {
                 Ok(_) => return Ok(true),
-                Err(RemoteCause::Present) => return Ok(false),
+                // S3 says the same where a deletion of the object is under way.
+                Err(RemoteCause::Present) => {
+                    return match self.head(name).await {
+                        Err(RemoteCause::Absent) => Err(RemoteCause::Io),
+                        found => found.map(|_| false),
+                    };
+                }
                 // A store without conditional puts: the second to put writes the same once more.
                 Err(RemoteCause::Unsupported) => self.is_unconditional.store(true, Ordering::Relaxed),
                 Err(cause) => return Err(cause),
             }
         }
         put(PutMode::Overwrite).await.map(|_| true)
+    }
+
+    /// A put found no bucket.
+    fn is_missing(&self) -> RemoteCause {
+        if !self.has_said_missing.swap(true, Ordering::Relaxed) {
+            tracing::warn!("the remote store has no such bucket, nothing is uploaded: make it, or correct remote_url");
+        }
+        RemoteCause::Refused
     }
 
     /// Whether the directory that is the store is there.
@@ -174,6 +203,7 @@ impl RemoteBucket {
 
     /// Deletes the objects below `prefix` whose names are `wanted`.
     pub(super) async fn delete_below(&self, prefix: &Path, wanted: fn(&Path) -> bool) -> Answer<()> {
+        self.delete_cut_off(prefix, wanted).await?;
         let mut all = self.store.list(Some(prefix)).map_ok(|meta| meta.location).try_chunks(DELETED_AT_ONCE);
         loop {
             let next = async { all.next().await.transpose().map_err(|e| e.1) };
@@ -182,6 +212,17 @@ impl RemoteBucket {
                 None => return Ok(()),
             }
         }
+    }
+
+    /// Deletes what puts into a directory have left that were cut off: files that no list names.
+    async fn delete_cut_off(&self, prefix: &Path, wanted: fn(&Path) -> bool) -> Answer<()> {
+        let Some(root) = &self.root else { return Ok(()) };
+        let below = prefix.prefix_match(&self.prefix).into_iter().flatten();
+        let dir = below.fold(root.clone(), |dir, part| dir.join(part.as_ref()));
+        let work = tokio::task::spawn_blocking(move || remove_cut_off(&dir, wanted));
+        let work = async { work.await.unwrap_or_else(|e| Err(std::io::Error::other(e))) };
+        self.ask(self.timeout * CUT_OFF, work.map_err(|e| StoreError::Generic { store: "remote_url", source: e.into() }))
+            .await
     }
 
     /// Makes a request, within `limit`, where the store is worth asking.
@@ -221,6 +262,28 @@ impl RemoteBucket {
         admitted.worked();
         Err(cause)
     }
+}
+
+/// Removes the files `KEY#NUMBER` below a directory: those of puts that were cut off, once they are
+/// so old that no put is still writing them.
+fn remove_cut_off(dir: &std::path::Path, wanted: fn(&Path) -> bool) -> std::io::Result<()> {
+    let entries = match std::fs::read_dir(dir) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let path = entry?.path();
+        if path.is_dir() {
+            remove_cut_off(&path, wanted)?;
+        }
+        let Some((whole, number)) = path.to_str().and_then(|path| path.rsplit_once('#')) else { continue };
+        let is_cut_off = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()) && wanted(&Path::from(whole));
+        let is_old = |meta: std::fs::Metadata| meta.modified().is_ok_and(|t| t.elapsed().is_ok_and(|age| age >= WRITING));
+        if is_cut_off && path.metadata().is_ok_and(is_old) {
+            std::fs::remove_file(&path)?;
+        }
+    }
+    Ok(())
 }
 
 /// The store that a scheme names.
@@ -291,6 +354,7 @@ mod tests {
             breaker: Breaker::default(),
             timeout: 30 * each,
             is_unconditional: AtomicBool::new(false),
+            has_said_missing: AtomicBool::new(false),
             places: Semaphore::new(AT_ONCE),
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();

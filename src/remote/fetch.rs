@@ -198,8 +198,11 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
     if let Err(cause) = find(shared, to, &first).await {
         return Some(cause);
     }
+    // Several puts begin before their parents are there: placement does not find these on any drive.
+    let (root, preferred_drive) = (Some(first.key), to.log.preferred_drive(&first.parent));
+    let spec = |wanted: &Wanted| PutSpec { root, preferred_drive, ..put_spec(to, wanted) };
     let mut chunks = futures_util::stream::iter(wanted)
-        .map(|wanted| async move { bring(shared, to, &wanted, turn).await })
+        .map(|wanted| async move { bring(shared, to, (&wanted, spec(&wanted)), turn).await })
         .buffered(AT_ONCE);
     while let Some(end) = chunks.next().await {
         match end {
@@ -246,12 +249,21 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
     }
 }
 
+/// The put of a chunk.
+pub(super) fn put_spec(to: &Destination, wanted: &Wanted) -> PutSpec {
+    let start_position = u64::from(wanted.depth) * u64::from(to.log.geometry().chunk_tokens);
+    let spec = PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth);
+    PutSpec { tenant: wanted.tenant, start_position, ..spec }
+}
+
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
-pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
-    let (mut room, mut full_since) = (None, None);
-    let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
-    let chunk_tokens = u64::from(to.log.geometry().chunk_tokens);
-    (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * chunk_tokens);
+pub(super) async fn bring(
+    shared: &Shared,
+    to: &Destination,
+    (wanted, spec): (&Wanted, PutSpec),
+    turn: u64,
+) -> Result<u64, RemoteCause> {
+    let (mut room, mut full_since, mut spec) = (None, None, Box::new(spec));
     loop {
         if to.log.contains(&wanted.key) {
             return Ok(0);

@@ -58,7 +58,7 @@ pub(super) async fn run(
             if full_tenants.lock().contains(&wanted.tenant) {
                 return Err(RemoteCause::Quota);
             }
-            let end = again(|| fetch::bring(shared, to, &wanted, 0)).await;
+            let end = again(|| fetch::bring(shared, to, (&wanted, fetch::put_spec(to, &wanted)), 0)).await;
             if end == Err(RemoteCause::Quota) {
                 full_tenants.lock().insert(wanted.tenant);
             }
@@ -93,8 +93,12 @@ async fn describe(shared: &Shared, to: &Destination, object: RemoteObject) -> Re
     let RemoteObject { key, tenant, bytes } = object;
     // Of all chunks of a geometry the header has the same length.
     let full = to.log.chunk_layout(to.log.geometry().chunk_tokens, SlotCodec::None);
+    // A store that lost its power may have kept a name without the bytes.
+    if bytes < u64::from(full.header_bytes) {
+        return Err(RemoteCause::Corrupt);
+    }
     let mut header = Vec::with_capacity(full.header_bytes as usize);
-    let range = 0..u64::from(full.header_bytes).min(bytes);
+    let range = 0..u64::from(full.header_bytes);
     shared.bucket.get(&shared.name_of(&key, tenant), (range, bytes), |some| header.extend_from_slice(some)).await?;
     let (header, _) = SlotHeader::decode(&header).map_err(|_| RemoteCause::Corrupt)?;
     if header.key_kind != KeyKind::Chain {

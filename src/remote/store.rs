@@ -74,7 +74,8 @@ impl RemoteStore {
     /// What the store answers, each with advice.
     pub fn shards(&self) -> Result<Vec<(String, String)>> {
         let mut found = BTreeSet::new();
-        for namespace in self.folders(&self.bucket.name([]))? {
+        // Other folders may be unreadable, such as lost+found.
+        for namespace in self.folders(&self.bucket.name([]))?.into_iter().filter(|name| is_namespace(name)) {
             for shard in self.folders(&self.bucket.name([&*namespace]))? {
                 found.insert((namespace.clone(), shard));
             }
@@ -198,6 +199,11 @@ impl Drop for RemoteStore {
     }
 }
 
+/// Whether a folder's name is that of a namespace.
+fn is_namespace(name: &str) -> bool {
+    name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
 /// Whether this is the name of a chunk's object.
 pub(super) fn is_chunk(name: &Path) -> bool {
     object_of(name, 0).is_some()
@@ -276,6 +282,7 @@ mod tests {
         let of = |name: &str| object_of(&Path::from(name), 7);
         let good = format!("a/b/ns/shard/00000000000000ff/{}", key.to_hex());
         assert_eq!(of(&good), Some(RemoteObject { key, tenant: 255, bytes: 7 }));
+        assert!(is_namespace("00112233445566778899aabbccddeeff") && !is_namespace("lost+found"));
         for bad in ["", "x", &good[..good.len() - 1], &good.replace("ff/", "f/"), "ns/shard.json"] {
             assert_eq!(of(bad), None, "{bad}");
         }

@@ -21,6 +21,7 @@ use super::object;
 use super::stats::RemoteCause;
 use super::transfer::{self, Room};
 use super::Shared;
+use crate::error::ErrorKind;
 use crate::format::layout::SlotCodec;
 use crate::format::slot::SlotHeader;
 use crate::io::Request;
@@ -33,7 +34,7 @@ const MOST_WAITING: usize = 1 << 14;
 const READ_BYTES: u64 = 1 << 20;
 /// How long one read waits for loads to be over.
 const GIVES_WAY: Duration = Duration::from_millis(10);
-/// How long a chunk is kept on its drive for its upload.
+/// How long a chunk is kept on its drive for its upload, beside the time for the put.
 const LEASE: Duration = Duration::from_secs(60);
 /// How often the upload of a chunk is tried.
 const TRIES: u32 = 3;
@@ -52,6 +53,8 @@ struct WaitingUpload {
     log: Weak<Log>,
     key: ChunkKey,
     tries: u32,
+    /// Its tenant, once a put has failed: the store may have the object all the same.
+    doubtful: Option<u64>,
     /// Since when its drive does not answer.
     paused: Option<Instant>,
 }
@@ -100,7 +103,7 @@ impl Uploads {
         if waiting.chunks.len() >= MOST_WAITING {
             return Err(RemoteCause::QueueFull);
         }
-        waiting.chunks.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0, paused: None });
+        waiting.chunks.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0, doubtful: None, paused: None });
         drop(waiting);
         self.more.notify_one();
         Ok(())
@@ -224,7 +227,7 @@ pub(super) async fn run(shared: Arc<Shared>) {
 }
 
 async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room: Room) {
-    let end = upload(&active.shared, &log, (&chunk.key, active.number)).await;
+    let end = upload(&active.shared, &log, (&mut chunk, active.number)).await;
     drop(room);
     active.is_counted = true;
     let shared = Arc::clone(&active.shared);
@@ -264,11 +267,20 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
 async fn upload(
     shared: &Shared,
     log: &Arc<Log>,
-    (key, number): (&ChunkKey, u64),
+    (waiting, number): (&mut WaitingUpload, u64),
 ) -> Result<Option<u64>, RemoteCause> {
+    let key = &waiting.key;
     let known = shared.known.get(key);
     shared.uploads.begun(number, None);
-    let chunk = log.hold(key, LEASE).ok_or(RemoteCause::Gone)?;
+    let most = log.chunk_layout(log.geometry().chunk_tokens, SlotCodec::None).slot_bytes;
+    // As long again where it waits for its turn.
+    let lease = LEASE + shared.bucket.put_limit(most) * 2;
+    let Some(chunk) = log.hold(key, lease) else {
+        if let Some(tenant) = waiting.doubtful.filter(|_| !log.is_paused()) {
+            delete(shared, log, (key, tenant)).await?;
+        }
+        return Err(RemoteCause::Gone);
+    };
     shared.uploads.begun(number, Some(chunk.tenant));
     let name = shared.name_of(key, chunk.tenant);
     let mut replaces = known == Some(RemotePresence::Damaged);
@@ -277,7 +289,7 @@ async fn upload(
             Ok(size) => {
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
-                if codec.is_some() && !has_expired(shared, log, &chunk, (&name, size)).await? {
+                if codec.is_some() && !is_useless(shared, log, &chunk, (&name, size)).await? {
                     // It may have come without its description, or that was deleted since.
                     shared.describe().await;
                     return Ok(None);
@@ -298,33 +310,40 @@ async fn upload(
     // Also where the put has failed: the store may have the object all the same. What was stored
     // anew meanwhile has the same content and the same name.
     if !is_on_a_drive(log, key).await {
-        shared.known.set(key, RemotePresence::Absent);
-        // A further try of this chunk would not come here: it is on no drive.
-        let mut asked = 0;
-        while let Err(cause) = shared.bucket.delete(vec![name.clone()]).await {
-            match cause {
-                RemoteCause::CircuitOpen => {}
-                RemoteCause::Io | RemoteCause::TimedOut if asked + 1 < DELETIONS => asked += 1,
-                cause => return Err(cause),
-            }
-            tokio::time::sleep(LOOK_AGAIN).await;
-        }
-        if log.peek(key).is_some() {
-            // The upload of that store may have found the object before it was deleted.
-            shared.uploads.push(log, *key)?;
-        }
+        delete(shared, log, (key, chunk.tenant)).await?;
         return Err(RemoteCause::Gone);
     }
+    waiting.doubtful = put.is_err().then_some(chunk.tenant);
     let is_new = put?;
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     shared.describe().await;
     Ok(is_new.then_some(bytes))
 }
 
-/// Whether the object of a chunk has expired, or expires though the chunk does not: it is that of an
-/// earlier store, and of use to nobody, or not for long. Objects stay in the store until somebody
-/// deletes them.
-async fn has_expired(
+/// Deletes the object of a chunk that has left its drive: a further try of its upload would find no
+/// chunk.
+async fn delete(shared: &Shared, log: &Arc<Log>, (key, tenant): (&ChunkKey, u64)) -> Result<(), RemoteCause> {
+    shared.known.set(key, RemotePresence::Absent);
+    let mut asked = 0;
+    while let Err(cause) = shared.bucket.delete(vec![shared.name_of(key, tenant)]).await {
+        match cause {
+            RemoteCause::CircuitOpen => {}
+            RemoteCause::Io | RemoteCause::TimedOut if asked + 1 < DELETIONS => asked += 1,
+            cause => return Err(cause),
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
+    if log.peek(key).is_some() {
+        // The upload of that store may have found the object before it was deleted.
+        shared.uploads.push(log, *key)?;
+    }
+    Ok(())
+}
+
+/// Whether the object of a chunk is of use to nobody: its header is damaged, it has expired, or it
+/// expires though the chunk does not, as that of an earlier store. Objects stay in the store until
+/// somebody deletes them.
+async fn is_useless(
     shared: &Shared,
     log: &Log,
     chunk: &Chunk,
@@ -338,8 +357,12 @@ async fn has_expired(
         Err(cause) => return Err(cause),
     }
     let now_s = log.options().clock.unix_s();
-    let header = SlotHeader::decode(&header).map(|(header, _)| header);
-    Ok(header.is_ok_and(|header| header.expiry_s != 0 && (chunk.expiry_s == 0 || header.expiry_s <= now_s)))
+    Ok(match SlotHeader::decode(&header) {
+        Ok((header, _)) if header.key != chunk.key || header.tenant != chunk.tenant => true,
+        Ok((header, _)) => header.expiry_s != 0 && (chunk.expiry_s == 0 || header.expiry_s <= now_s),
+        // A newer version's object stays: two versions would replace each other's for ever.
+        Err(e) => e.kind() == ErrorKind::Corrupt,
+    })
 }
 
 /// Whether a chunk of the key is on a drive.
@@ -408,7 +431,13 @@ mod tests {
     fn nothing_comes_into_a_closed_queue_and_only_what_is_under_way_is_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let uploads = Uploads::default();
-        let chunk = |n| WaitingUpload { log: Weak::new(), key: ChunkKey([n; 32]), tries: 0, paused: None };
+        let chunk = |n| WaitingUpload {
+            log: Weak::new(),
+            key: ChunkKey([n; 32]),
+            tries: 0,
+            doubtful: None,
+            paused: None,
+        };
         assert!(uploads.again(chunk(1), false) && uploads.again(chunk(2), false) && uploads.again(chunk(3), true));
         let (under_way, number) = runtime.block_on(uploads.next());
         assert_eq!((under_way.key, uploads.close(), uploads.len()), (ChunkKey([2; 32]), 2, 0));
