@@ -2,12 +2,13 @@
 //!
 //! Of every file it keeps the durable content and, in order, what was done since the last flush of
 //! that file. An image takes the durable content and any part of the rest: whole operations may be
-//! missing, writes may be torn at 512 bytes. Names are durable when made; of the removed ones the
-//! last may come back until something is flushed or made.
+//! missing, writes may be torn at 512 bytes. A flush that fails may lose writes at once. Names are
+//! durable when made; of the removed ones the last may come back until something is made.
 //!
 //! It has the lanes' files and the shard's FLOORS. Directories, locks and shared memory stay with
 //! the kernel.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -23,6 +24,16 @@ use super::rng::Rng;
 const PAGE: usize = 4096;
 const SECTOR: usize = 512;
 const FLOORS: &str = "FLOORS";
+
+thread_local! {
+    static LOSES: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// The next flush by this thread fails, and the drive drops some of the writes that it had taken
+/// since the last good one.
+pub fn lose_at_next_flush(seed: u64) {
+    LOSES.set(Some(seed));
+}
 
 type Page = Arc<[u8; PAGE]>;
 
@@ -475,6 +486,27 @@ impl SimFile {
         if fails { Err(self.error(ErrorKind::Io, "injected")) } else { Ok(()) }
     }
 
+    /// Drops some of the writes since the last good flush.
+    fn lose(&self, seed: u64) {
+        let mut rng = Rng::of(seed, 79);
+        {
+            let mut files = self.disk.files.lock();
+            let inode = Arc::make_mut(&mut files.inodes[self.inode]);
+            for op in &mut inode.since {
+                // What the file system knows of the file, such as its length, is not the drive's.
+                if let Op::Write(at, bytes) = op
+                    && rng.one_in(2)
+                {
+                    *op = Op::Allocate(*at, bytes.len() as u64);
+                }
+            }
+            let mut now = inode.durable.clone();
+            inode.since.iter().for_each(|op| now.apply(op));
+            inode.now = now;
+        }
+        self.disk.changed(|| format!("fails to flush {}, and loses writes", self.place()));
+    }
+
     fn inode(&self) -> Arc<Inode> {
         Arc::clone(&self.disk.files.lock().inodes[self.inode])
     }
@@ -516,12 +548,16 @@ impl DiskFile for SimFile {
         if self.disk.is_dead(self.process) {
             return Err(self.error(ErrorKind::Io, "the process is dead"));
         }
+        if let Some(seed) = LOSES.take() {
+            self.lose(seed);
+            return Err(self.error(ErrorKind::Io, "injected, with a loss"));
+        }
         if self.fault().1 {
+            self.lose(self.disk.operations());
             return Err(self.error(ErrorKind::Io, "injected"));
         }
         {
             let mut files = self.disk.files.lock();
-            files.removed.clear();
             let inode = Arc::make_mut(&mut files.inodes[self.inode]);
             inode.since.clear();
             inode.durable = inode.now.clone();

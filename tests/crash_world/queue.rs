@@ -9,6 +9,7 @@ use forebay::error::{Error, ErrorKind, Result};
 use forebay::io::{Buf, Completion, DirectFile, Drive, IoPath, IoStats, Op, PathReport, Queue, Rejected, Request};
 use parking_lot::Mutex;
 
+use super::disk;
 use super::rng::Rng;
 
 /// How many of 1000 requests go wrong, in each way.
@@ -130,6 +131,9 @@ impl SimQueue {
             if half {
                 drop(transfer(&mut request, true));
             }
+            if request.op == Op::Flush && kind == ErrorKind::Io {
+                self.lose(&request.file);
+            }
             if kind == ErrorKind::TimedOut {
                 let (file, offset, range) =
                     (Arc::clone(&request.file), request.offset, request.buf_offset..request.buf_offset + request.len);
@@ -151,6 +155,16 @@ impl SimQueue {
         let result = transfer(&mut request, false);
         self.rot(&mut request);
         answer(request, result);
+    }
+
+    /// Fails a flush of index.kv; sometimes writes are lost with it, which are then to be written
+    /// again. Of data.kv that is not promised.
+    fn lose(&self, file: &DirectFile) {
+        let seed = self.faults.lock().1.next();
+        if seed.is_multiple_of(2) && file.path().ends_with("index.kv") {
+            disk::lose_at_next_flush(seed);
+            drop(file.sync_data());
+        }
     }
 
     /// Runs what waits for a file, in order.
