@@ -25,11 +25,12 @@ fn child(variables: &[(&str, &str)], words: &str) {
 #[test]
 fn the_process_of_the_other_tests() {
     let Ok(words) = std::env::var(WANTED) else { return };
-    for error in [
-        CudaDevice::open(&CudaOptions::default()).map(drop).unwrap_err(),
-        devices().map(drop).unwrap_err(),
-        open_device("cuda:0", &Settings::default()).map(drop).unwrap_err(),
-    ] {
+    let of_list = devices().map(drop);
+    // An old GPU is listed, and not opened.
+    assert_eq!(of_list.is_ok(), words.contains("sm_"));
+    let of_opening =
+        [CudaDevice::open(&CudaOptions::default()).map(drop), open_device("cuda:0", &Settings::default()).map(drop)];
+    for error in of_opening.into_iter().map(|opened| opened.unwrap_err()).chain(of_list.err()) {
         let text = error.to_string();
         assert!(error.kind() == ErrorKind::Unsupported && text.contains(&words), "{error:?} has not {words:?}");
         assert!(error.advice_text().is_some(), "{error:?}");
@@ -56,6 +57,12 @@ fn with_a_driver_that_lacks_functions() {
 fn without_a_gpu() {
     let variables = [("LD_LIBRARY_PATH", standin_cuda::DIR), ("STANDIN_CUDA_DEVICES", "0")];
     child(&variables, "cuInit: CUDA_ERROR_NO_DEVICE; check nvidia-smi");
+}
+
+#[test]
+fn with_a_gpu_that_is_too_old() {
+    let variables = [("LD_LIBRARY_PATH", standin_cuda::DIR), ("STANDIN_CUDA_SM", "7")];
+    child(&variables, "is of sm_70; the kernels need sm_80");
 }
 
 #[test]

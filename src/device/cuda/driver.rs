@@ -98,6 +98,8 @@ impl CudaError {
                 | C::CUDA_ERROR_INVALID_ADDRESS_SPACE
                 | C::CUDA_ERROR_INVALID_PC
                 | C::CUDA_ERROR_LAUNCH_FAILED
+                | C::CUDA_ERROR_CONTAINED
+                | C::CUDA_ERROR_EXTERNAL_DEVICE
         )
     }
 
@@ -115,6 +117,9 @@ impl CudaError {
             | C::CUDA_ERROR_NO_BINARY_FOR_GPU
             | C::CUDA_ERROR_INVALID_PTX
             | C::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            | C::CUDA_ERROR_JIT_COMPILER_NOT_FOUND
+            | C::CUDA_ERROR_JIT_COMPILATION_DISABLED
+            | C::CUDA_ERROR_STUB_LIBRARY
             | C::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
             | C::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE => ErrorKind::Unsupported,
             C::CUDA_ERROR_INVALID_HANDLE | C::CUDA_ERROR_INVALID_CONTEXT => ErrorKind::InvalidInput,
@@ -133,6 +138,13 @@ impl CudaError {
             C::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | C::CUDA_ERROR_INVALID_PTX => {
                 "install a driver of CUDA 12.0 or later"
             }
+            C::CUDA_ERROR_JIT_COMPILER_NOT_FOUND => {
+                "give the container the driver's libnvidia-ptxjitcompiler.so.1 (NVIDIA_DRIVER_CAPABILITIES=compute)"
+            }
+            C::CUDA_ERROR_JIT_COMPILATION_DISABLED => {
+                "unset CUDA_DISABLE_PTX_JIT: the kernels are compiled at the start"
+            }
+            C::CUDA_ERROR_STUB_LIBRARY => "take the CUDA toolkit's directory `stubs` out of LD_LIBRARY_PATH",
             C::CUDA_ERROR_INVALID_HANDLE => "pass a stream of the GPU that the KV memory lies on",
             _ if self.is_sticky() => {
                 "the GPU's context is lost: restart the process, and look into dmesg for Xid messages"

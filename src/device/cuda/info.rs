@@ -7,8 +7,10 @@ use std::path::Path;
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute_enum as Attribute};
 
 use super::driver::{CudaResult, check, init};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
+/// The GPUs that the kernels are for, and all later ones.
+const LEAST_CAPABILITY: (u32, u32) = (8, 0);
 /// Where the system lists PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 /// The first lines of a `resource` file, which are the device's own windows. Its ROM and the
@@ -58,6 +60,19 @@ pub fn devices() -> Result<Vec<GpuInfo>> {
 /// What GPU `ordinal` is; the driver must be initialised.
 pub(super) fn gpu(ordinal: u32) -> CudaResult<GpuInfo> {
     describe(ordinal, Path::new(PCI_DEVICES))
+}
+
+impl GpuInfo {
+    /// Whether the kernels run on it.
+    pub(super) fn check_kernels(&self) -> Result<()> {
+        let (major, minor) = self.compute_capability;
+        if (major, minor) >= LEAST_CAPABILITY {
+            return Ok(());
+        }
+        let what =
+            format!("GPU {} ({}) is of sm_{major}{minor}; the kernels need sm_80 (Ampere)", self.ordinal, self.name);
+        Err(Error::new(ErrorKind::Unsupported, what).advice("use a newer GPU, or give KV in host memory"))
+    }
 }
 
 fn describe(ordinal: u32, pci_devices: &Path) -> CudaResult<GpuInfo> {

@@ -125,6 +125,7 @@ impl CudaDevice {
         let context = Context::open(options.ordinal)?;
         let _entered = context.enter()?;
         let info = info::gpu(options.ordinal)?;
+        info.check_kernels()?;
         let kernels = Kernels::load(&context, options.checksums)?;
         let events = EventPool::new(Arc::clone(&context));
         let made = (&context, &events, &kernels);
