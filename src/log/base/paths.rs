@@ -181,6 +181,17 @@ pub(in crate::log) fn new_shared(dir: &Path, name: &str, bytes: u64) -> Result<F
     Ok(File::from(fd))
 }
 
+/// As [`new_shared`], at the opening of a lane: on a full file system what is to be replaced goes
+/// first, so that what the lane holds is served. Nobody new attaches to it before there is another.
+pub(in crate::log) fn replacing_shared(dir: &Path, name: &str, bytes: u64) -> Result<File> {
+    match new_shared(dir, name, bytes) {
+        Err(e) if e.kind() == ErrorKind::NoSpace && fs::remove_file(dir.join(name)).is_ok() => {
+            new_shared(dir, name, bytes)
+        }
+        outcome => outcome,
+    }
+}
+
 /// Gives a file made by [`new_shared`] its name.
 pub(in crate::log) fn put_in_place(dir: &Path, name: &str) -> Result<()> {
     let (from, to) = (temporary(dir, name), dir.join(name));

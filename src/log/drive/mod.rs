@@ -38,7 +38,7 @@ use super::lane::{Lane, LaneRole};
 use super::policy::PolicyFile;
 use super::recovery::{LaneCandidate, LaneFiles, Summary, Surroundings, try_lock, write_superblock};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{self, Access, Entry, EntryKind, SharedShard};
+use crate::index::{self, Access, Entry, EntryKind, Mark, SegmentState, SharedShard};
 use crate::io;
 
 /// The lanes of a drive, at one moment.
@@ -469,6 +469,18 @@ impl Volume {
         entry.kind == EntryKind::Chunk && entry.seq > self.shard.floor() && !is_above_floor(&self.shard, entry)
     }
 
+    /// Marks an entry as removed: its key is not found from now on. The lane's holder makes the slot
+    /// unreadable; until it has, the key cannot be stored again in that lane.
+    pub(super) fn discard(&self, lane: &Lane, entry: &Entry) {
+        // Where the table has just been replaced, the new one may have taken the mark over.
+        if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(true)
+            && let Some(shared) = lane.shared()
+        {
+            shared.note_removal();
+            self.wake();
+        }
+    }
+
     /// A read has failed, or has not come back.
     pub(super) fn note_bad_read(&self, kind: ErrorKind) {
         self.answers.note_error(kind);
@@ -556,6 +568,15 @@ pub(super) fn shows(shard: &SharedShard, entry: &Entry, ctx: &Ctx) -> bool {
     let expiry = u64::from(entry.expiry_s);
     // Lookups call this for every key: the clock is read only for what expires.
     is_above_floor(shard, entry) && (expiry == 0 || expiry > ctx.now_s())
+}
+
+/// Whether a load could lease the entry: reclaim has not condemned its segment. Leases go by the
+/// same state in shared memory, so that a lookup promises nothing that a load does not find. Where
+/// there is no such state, no lease is given either, and the entry counts.
+pub(super) fn is_staying(shared: Option<&index::SharedLane>, entry: &Entry) -> bool {
+    shared
+        .and_then(|s| s.segment(entry.segment))
+        .is_none_or(|view| view.epoch == entry.epoch && matches!(view.state, SegmentState::Open | SegmentState::Sealed))
 }
 
 fn is_above_floor(shard: &SharedShard, entry: &Entry) -> bool {

@@ -226,7 +226,7 @@ fn write_batch(lane: &Lane, batch: &RecordBatch) -> Result<()> {
 fn hold_batch(lane: &Lane, batch: &RecordBatch) -> Result<()> {
     let mut state = lane.state()?;
     for (number, page) in (batch.first..).zip(batch.records.chunks(RECORDS_PER_PAGE)) {
-        let live = page.iter().filter(|r| state.segments.takes_records(r.segment, r.epoch));
+        let live = page.iter().filter(|r| state.segments.is_unsealed(r.segment, r.epoch));
         let uses = live.map(|r| (r.segment, r.epoch)).collect();
         state.pending.hold(number, uses);
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::{Lane, LaneState, SlotPlace};
 use crate::io::Buf;
+use crate::log::base::lock::FileLock;
 
 /// A place in a segment, given back when dropped: a segment with a place that is held is not
 /// reclaimed. Every write to the place has a share in it until the drive has really ended the
@@ -15,13 +16,15 @@ pub(in crate::log) struct HeldSlot {
     place: SlotPlace,
     sequence: u64,
     ended: AtomicBool,
+    _lock: Option<Arc<FileLock>>,
 }
 
 impl HeldSlot {
     /// For a place whose `sequence` was [begun](super::Puts::begin) under the lock under which the
     /// place was taken.
     pub(in crate::log) fn new(lane: &Arc<Lane>, place: SlotPlace, sequence: u64) -> Arc<Self> {
-        Arc::new(Self { lane: Arc::clone(lane), place, sequence, ended: AtomicBool::new(false) })
+        let _lock = lane.shared_lock();
+        Arc::new(Self { lane: Arc::clone(lane), place, sequence, ended: AtomicBool::new(false), _lock })
     }
 
     /// Gives the place back at once, for a caller that has the lane's lock: nothing is being

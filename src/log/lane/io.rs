@@ -22,7 +22,7 @@ impl Lane {
         let of_index = file.id() == self.index.id();
         let place = offset..offset + bytes;
         let claim = if of_index { self.index_writes.claim(place)? } else { self.erasing_writes.note(place) };
-        let buf = buf.with(claim as _);
+        let buf = buf.with(Arc::new((claim, self.shared_lock())));
         self.wait(Request::write(Arc::clone(file), offset, buf, drop))?;
         if of_index {
             self.ctx.counters.journal_bytes_written.add(bytes);

@@ -283,7 +283,9 @@ pub struct Lane {
     pub(super) work: Condvar,
     /// Wakes those who wait for the journal thread.
     pub(super) progress: Condvar,
-    lock: Mutex<Option<FileLock>>,
+    /// Kept by every write too, until the drive has really ended it: whoever gets the lock next
+    /// must not find a late write of this process in a place that is used anew.
+    lock: Mutex<Option<Arc<FileLock>>>,
     index_writes: Arc<PendingWrites>,
     /// Writes of zeros to data.kv.
     erasing_writes: Arc<PendingWrites>,
@@ -338,7 +340,7 @@ impl Lane {
             erasing: Mutex::default(),
             work: Condvar::new(),
             progress: Condvar::new(),
-            lock: Mutex::new(p.lock),
+            lock: Mutex::new(p.lock.map(Arc::new)),
             index_writes: Arc::default(),
             erasing_writes: Arc::default(),
             flushing_index: Mutex::new(()),
@@ -458,9 +460,16 @@ impl Lane {
         Ok(())
     }
 
-    /// Gives up the lock, so that another process may take the lane.
+    /// Gives up the lock, so that another process may take the lane, once nothing is being erased
+    /// or written in it.
     pub(super) fn release(&self) {
+        let _one = self.erasing.lock();
         drop(self.lock.lock().take());
+    }
+
+    /// The lock, for a write to keep.
+    fn shared_lock(&self) -> Option<Arc<FileLock>> {
+        self.lock.lock().clone()
     }
 
     /// Waits until the maintenance or journal thread reports progress, or `until`; `false` at

@@ -49,6 +49,8 @@ pub(in crate::log) struct Segment {
     max_seq: u64,
     last_expiry_s: u64,
     retired: bool,
+    /// It has begun to be sealed: what no record named then may have been wiped.
+    is_closed: bool,
     /// It is absent, and its space could not be given back.
     has_kept_space: bool,
     /// Bytes of its region that its records take; 0 where that is all, or the rest was punched.
@@ -79,6 +81,7 @@ impl Segment {
             max_seq: 0,
             last_expiry_s: 0,
             retired: false,
+            is_closed: false,
             has_kept_space: false,
             region_used: 0,
             full_since: None,
@@ -126,7 +129,7 @@ impl Segment {
         (1..=now_s).contains(&self.last_expiry_s)
     }
 
-    fn takes_records(&self, epoch: u32) -> bool {
+    fn is_unsealed(&self, epoch: u32) -> bool {
         self.epoch == epoch && matches!(self.phase, SegmentPhase::Open | SegmentPhase::Full)
     }
 }
@@ -343,9 +346,15 @@ impl Segments {
 
     // Records.
 
-    /// Whether records of this use of a segment may still be added.
+    /// Whether records of this use of a segment may still be added: never once it has begun to be
+    /// sealed, also where that has failed.
     pub(in crate::log) fn takes_records(&self, segment: u32, epoch: u32) -> bool {
-        self.get(segment).is_some_and(|s| s.takes_records(epoch))
+        self.get(segment).is_some_and(|s| s.is_unsealed(epoch) && !s.is_closed)
+    }
+
+    /// Whether this use of a segment has its records in the journal alone.
+    pub(in crate::log) fn is_unsealed(&self, segment: u32, epoch: u32) -> bool {
+        self.get(segment).is_some_and(|s| s.is_unsealed(epoch))
     }
 
     /// Adds a record to its segment.
@@ -474,7 +483,7 @@ impl Segments {
     /// Begins to seal a full segment: no record is added from here on. Its epoch and records.
     pub(in crate::log) fn begin_seal(&mut self, segment: u32) -> Option<(u32, Vec<Record>)> {
         let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Full)?;
-        s.phase = SegmentPhase::Sealing;
+        (s.phase, s.is_closed) = (SegmentPhase::Sealing, true);
         Some((s.epoch, std::mem::take(&mut s.records)))
     }
 

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Lane, LaneState, attach_shared, attach_table};
+use super::{Lane, LaneState, attach_shared};
 use crate::error::{ErrorKind, Result};
-use crate::index::{self, LaneSpec, Recency, Table, TableSpec};
+use crate::index::{self, LaneSpec, Recency, SegmentState, Table, TableSpec};
 use crate::log::base::ctx::Ctx;
 use crate::log::base::paths;
 
@@ -41,7 +41,7 @@ impl Growth {
 /// own.
 pub(in crate::log) fn make_table(ctx: &Ctx, dir: &Path, entries: u64, generation: u64) -> Result<Table> {
     let spec = spec(ctx, entries, generation);
-    let file = paths::new_shared(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
+    let file = paths::replacing_shared(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
     Table::create(&file, &spec)
 }
 
@@ -56,9 +56,9 @@ fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
     TableSpec { max_entries, boot: ctx.boot, generation, writer: ctx.me }
 }
 
-/// Gives a finished table its name; readers of the one that was there attach anew.
-pub(in crate::log) fn show_table(ctx: &Ctx, dir: &Path) -> Result<()> {
-    let old = attach_table(ctx, dir).ok();
+/// Gives a finished table its name; readers of the one that was there before it was made attach
+/// anew.
+pub(in crate::log) fn show_table(dir: &Path, old: Option<Table>) -> Result<()> {
     paths::put_in_place(dir, paths::TABLE_SHM)?;
     if let Some(old) = old {
         old.mark_moved();
@@ -83,15 +83,22 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
     if let Ok(file) = paths::open_small(&path, false)
         && let Ok(shared) = index::SharedLane::resume(&file, &spec)
     {
+        // The new table has again what lies below floors.
+        shared.set_floors_done(0);
         return Ok(shared);
     }
     let old = attach_shared(ctx, dir).ok();
-    let file = paths::new_shared(dir, paths::LANE_SHM, index::SharedLane::file_bytes(segments))?;
+    let file = paths::replacing_shared(dir, paths::LANE_SHM, index::SharedLane::file_bytes(segments))?;
     let shared = index::SharedLane::create(&file, &spec)?;
     paths::put_in_place(dir, paths::LANE_SHM)?;
     if let Some(old) = old {
         if !old.erasures_are_durable() {
             shared.note_erasure();
+        }
+        for number in 0..old.segments() {
+            if let Some(condemned) = old.segment(number).filter(|s| s.state == SegmentState::Condemned) {
+                drop(shared.set_segment(number, condemned.state, condemned.epoch));
+            }
         }
         old.mark_moved();
     }

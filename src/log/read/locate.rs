@@ -13,12 +13,12 @@ use super::chunk::{Bad, Chunk};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::slot::SlotHeader;
-use crate::index::{self, Entry, LeaseGuard, LeaseRefused, Mark, SegmentState};
+use crate::index::{Entry, LeaseGuard, LeaseRefused};
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::log::base::ctx::Ctx;
 use crate::log::base::stats::ChunkInfo;
-use crate::log::drive::Volume;
+use crate::log::drive::{Volume, is_staying};
 use crate::log::lane::Lane;
 
 /// Keys looked up at once, so that a long prompt that misses early costs little.
@@ -74,15 +74,6 @@ impl Volume {
             touch(lane, &keys);
         }
     }
-}
-
-/// Whether a load could lease the entry: reclaim has not condemned its segment. Leases go by the
-/// same state in shared memory, so that a lookup promises nothing that a load does not find. Where
-/// there is no such state, no lease is given either, and the entry counts.
-fn is_staying(shared: Option<&index::SharedLane>, entry: &Entry) -> bool {
-    shared
-        .and_then(|s| s.segment(entry.segment))
-        .is_none_or(|view| view.epoch == entry.epoch && matches!(view.state, SegmentState::Open | SegmentState::Sealed))
 }
 
 fn touch(lane: &Lane, keys: &[ChunkKey]) {
@@ -274,7 +265,7 @@ impl Log {
                 volume.note_bad_read(ErrorKind::Io);
             }
             self.tell_bad(chunk, why);
-            discard(volume, &chunk.lane, &entry);
+            volume.discard(&chunk.lane, &entry);
         }
         true
     }
@@ -302,18 +293,6 @@ impl Log {
                 "a chunk {what}: a miss; see the kernel log, and run `forebay fsck deep` on the cache"
             );
         }
-    }
-}
-
-/// Marks the entry of a bad slot as removed: its key is not found from now on. The lane's holder
-/// makes the slot unreadable; until it has, the key cannot be stored again in that lane.
-fn discard(volume: &Volume, lane: &Lane, entry: &Entry) {
-    // Where the table has just been replaced, the new one may have taken the mark over.
-    if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(true)
-        && let Some(shared) = lane.shared()
-    {
-        shared.note_removal();
-        volume.wake();
     }
 }
 

@@ -46,7 +46,7 @@ fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
 }
 
 /// Whether more slots of tenants below their floors may appear or be hidden: of puts that began
-/// earlier, or in unsealed segments, where they were never published. The open segment is closed
+/// earlier, in condemned segments, or in unsealed ones, where they were never published. The open segment is closed
 /// where it alone stands in the way: nothing else may ever fill it.
 fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     if !volume.shard.has_tenant_floors() {
@@ -55,7 +55,9 @@ fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     let highest = volume.shard.highest_tenant_floor();
     let (waits, hides) = {
         let state = lane.state()?;
-        (state.puts.oldest().is_some_and(|oldest| oldest <= highest), state.segments.may_hide_below(highest))
+        // A condemned segment may hold a slot of which only a copy is named.
+        let waits = state.segments.condemned() > 0 || state.puts.oldest().is_some_and(|oldest| oldest <= highest);
+        (waits, state.segments.may_hide_below(highest))
     };
     // Without holes what is left of it would be lost until its reclaim.
     if !waits && hides && !lane.has_no_holes() {

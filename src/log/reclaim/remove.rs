@@ -156,11 +156,14 @@ impl KeyRemoval<'_> {
             return self.in_foreign(lane);
         }
         let _one = lane.erasing.lock();
+        // Once closed, the lane may be another process's.
+        self.volume.ctx.check()?;
         // A condemned segment may hold a slot of the keys that no entry names.
         segment::finish_condemned(self.volume, lane)?;
         let mut going = self.mark(lane)?;
         going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
         for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
+            self.volume.ctx.check()?;
             evict::erase_marked(self.volume, lane, of_segment, None)?;
         }
         let mut state = lane.state()?;
@@ -199,6 +202,8 @@ impl KeyRemoval<'_> {
         // A condemned segment may hold a slot of the keys that no entry names.
         while lane.shared().is_some_and(|s| s.has_condemned()) {
             self.wait_for_holder(lane)?;
+            // One more look: its holder may have died, and another have made a new table.
+            count = count.max(1);
         }
         Ok(count)
     }
@@ -239,6 +244,9 @@ impl KeyRemoval<'_> {
     fn remove_foreign(&self, lane: &Arc<Lane>, entry: &Entry) -> Result<bool> {
         let Some(hold) = self.hold(lane, entry)? else { return Ok(false) };
         let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+        // Before the mark too: this process may be killed after it, and the lane's holder looks for
+        // marks when the count has changed.
+        lane.shared().iter().for_each(|shared| shared.note_removal());
         let is_still = |mark: Option<Mark>| {
             let now = lane.table().get_marked(&entry.key);
             now.is_some_and(|(e, _, its)| here(&e) == here(entry) && its == mark)

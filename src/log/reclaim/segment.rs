@@ -224,6 +224,8 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     // A key that the own lane has too was not moved, and is not lost.
     let is_elsewhere = |r: &Record| lane.number != own.number && own.get(&r.key).is_some();
     let is_live = |r: &&Record| r.expiry_s == 0 || u64::from(r.expiry_s) > now_s;
+    // Its copy there may not be durable yet.
+    let has_moved = has_moved || plan.drop.iter().any(is_elsewhere);
     let given_up = || plan.drop.iter().filter(|r: &&Record| !is_elsewhere(r));
     volume.ctx.counters.evicted.add(given_up().filter(is_live).count() as u64);
     volume.ctx.evicted.push(given_up());

@@ -6,7 +6,7 @@ use crate::format::record::Record;
 use crate::format::superblock::Superblock;
 use crate::index::{self, Entry, Inserted, SegmentState, Table};
 use crate::log::base::ctx::Ctx;
-use crate::log::lane::{FoundSegment, LaneState, Pending, SegmentPhase, entry_of, expiry_of, partial_length};
+use crate::log::lane::{FoundSegment, Lane, LaneState, Pending, Segment, SegmentPhase, entry_of, expiry_of, partial_length};
 
 /// Records entered at once: the table's memory is fetched ahead within a batch.
 const BATCH: usize = 512;
@@ -44,6 +44,25 @@ pub(super) struct Recovery<'a> {
     lost: u64,
     lacks_room: bool,
     partials: u64,
+}
+
+fn is_condemned(shared: &index::SharedLane, segment: u32) -> bool {
+    shared.segment(segment).is_some_and(|s| s.state == SegmentState::Condemned)
+}
+
+/// Other processes see the recovered table now: what the writer before had condemned is like any
+/// other segment.
+pub(super) fn end_condemned(lane: &Lane) -> Result<()> {
+    let Some(shared) = lane.shared() else { return Ok(()) };
+    let state = lane.state()?;
+    for number in (0..shared.segments()).filter(|n| is_condemned(&shared, *n)) {
+        let (word, epoch) = match state.segments.get(number) {
+            Some(segment) if segment.is_in_use() => (SegmentState::Sealed, segment.epoch()),
+            absent => (SegmentState::Free, absent.map_or(1, Segment::epoch)),
+        };
+        shared.set_segment(number, word, epoch)?;
+    }
+    Ok(())
 }
 
 impl<'a> Recovery<'a> {
@@ -139,7 +158,13 @@ impl<'a> Recovery<'a> {
                 FoundState::Unsealed => SegmentPhase::Full,
             };
             if let Some(shared) = &self.shared {
-                let state = if phase == SegmentPhase::Absent { SegmentState::Free } else { SegmentState::Sealed };
+                // Removals of other processes wait for what is condemned: it may hold a slot that the
+                // table which they still see does not name.
+                let state = match phase {
+                    _ if is_condemned(shared, number) => SegmentState::Condemned,
+                    SegmentPhase::Absent => SegmentState::Free,
+                    _ => SegmentState::Sealed,
+                };
                 drop(shared.set_segment(number, state, segment.epoch));
                 drop(shared.set_first_seq(number, segment.min_sequence));
             }

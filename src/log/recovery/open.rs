@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::enter::{Recovery, Summary, Unnamed};
+use super::enter::{Recovery, Summary, Unnamed, end_condemned};
 use super::reader::{self, FoundIndex, Reader};
 use super::scan::record_of_header;
 use crate::error::{Error, ErrorKind, Result};
@@ -212,6 +212,7 @@ impl Surroundings {
         let generation = ctx.options.clock.boot_ns();
         // All of it is about to be written, in no order: one sweep costs less than a page fault
         // each.
+        let old = attach_table(ctx, &candidate.dir).ok();
         let make = |entries| make_table(ctx, &candidate.dir, entries, generation).inspect(Table::populate);
         let (state, table, summary, unnamed) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
@@ -230,7 +231,8 @@ impl Surroundings {
             lock: candidate.lock,
         });
         finish_recovery(&lane, &unnamed)?;
-        show_table(ctx, &lane.dir)?;
+        show_table(&lane.dir, old)?;
+        end_condemned(&lane)?;
         Ok((lane, summary))
     }
 

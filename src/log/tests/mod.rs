@@ -12,6 +12,7 @@ mod evicted;
 mod faults;
 mod floors;
 mod flushes;
+mod handed_over;
 mod holes;
 mod lanes;
 mod late;

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::index::SharedShard;
 use crate::key::ChunkKey;
 use crate::log::base::in_flight::KeyClaim;
-use crate::log::drive::{Lanes, QuotaClaim, shows};
+use crate::log::drive::{Lanes, QuotaClaim, is_staying, shows};
 use crate::log::lane::{HeldSlot, Lane, SlotPlace};
 
 /// Called once, with the result of a put: whether it is what is stored. `false` where another
@@ -33,8 +33,10 @@ pub(super) struct Reservation {
 impl Reservation {
     /// Whether some lane serves this key by now.
     pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
-        // An entry below a floor, or one that has expired, may still be in a table.
-        self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| shows(&self.shard, &e, &self.lane.ctx)))
+        // An entry below a floor, one that has expired, or one of a condemned segment may still be
+        // in a table.
+        let serves = |lane: &Lane, e| shows(&self.shard, &e, &self.lane.ctx) && is_staying(lane.shared().as_ref(), &e);
+        self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| serves(lane, e)))
     }
 }
 
