@@ -10,7 +10,7 @@
 //! whatever the server's own layout is; an *opaque* layer is `[block][block_bytes]` and only the
 //! server knows what is in it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -381,6 +381,15 @@ impl Geometry {
             // With pipeline parallelism each stage has other layers. They have their own shard
             // directory, and each lane's superblock has the digest of its layers.
             field("layers", &self.layers_digest());
+        } else {
+            // The remote tier has no superblocks: there the sizes of slots tell layers apart, and
+            // those do not depend on how many tokens a block has.
+            let of = |layer: &LayerSpec| match layer.kind {
+                LayerKind::Opaque { block_tokens, .. } => Some(block_tokens),
+                _ => None,
+            };
+            let different: BTreeSet<u32> = self.layers.iter().filter_map(of).collect();
+            different.iter().for_each(|tokens| field("block_tokens", &tokens.to_le_bytes()));
         }
         for (name, value) in &self.identity {
             field(name, value.as_bytes());

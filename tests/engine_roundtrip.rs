@@ -70,8 +70,27 @@ fn groups_may_have_slot_mappings_of_their_own() {
             assert_eq!(a.slot(layer, from[group][t] as usize), b.slot(layer, to[group][t] as usize));
         }
     }
-    let wrong = SlotMapping::per_group(vec![from[0].clone().into(); 3]);
-    assert!(engine.load(LoadRequest::new(&p, &b.kv, wrong)).is_err());
+    let none = SlotMapping::per_group(Vec::new());
+    assert!(engine.load(LoadRequest::new(&p, &b.kv, none)).is_err());
+}
+
+#[test]
+fn a_pipeline_stage_may_have_no_layer_of_a_group() {
+    let mut shape = Shape::all().into_iter().find(|s| s.name == "groups").unwrap();
+    shape.specs.iter_mut().filter(|spec| spec.group == 1).for_each(|spec| spec.group = 2);
+    let w = World::new(shape);
+    let engine = w.open();
+    let (n, kv, copy) = (2 * CHUNK, w.kv().filled(9), w.kv());
+    let p = prompt(&engine, n, 1);
+    let mapping = |groups: [usize; 3]| SlotMapping::per_group(groups.map(|seed| slots(n, seed).into()).to_vec());
+    assert_eq!(store(&engine, &p, &kv, mapping([1, 2, 4])).stored, 2);
+    assert_eq!(load(&engine, &p, &copy, mapping([5, 6, 7])).tokens, n);
+    let of_group = [(slots(n, 1), slots(n, 5)), (slots(n, 4), slots(n, 7))];
+    for (layer, (from, to)) in (0..4).map(|layer| (layer, &of_group[layer % 2])) {
+        for (from, to) in from.iter().zip(to) {
+            assert_eq!(kv.slot(layer, *from as usize), copy.slot(layer, *to as usize), "layer {layer}");
+        }
+    }
 }
 
 #[test]

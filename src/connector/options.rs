@@ -4,7 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::config::{Settings, StoreWhen};
+use crate::config::{Admission, Settings, StoreWhen};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{Geometry, LayerKind, block_multiple};
 
@@ -91,6 +91,9 @@ pub struct ConnectorOptions {
     pub save_unfull_chunk: bool,
     /// When what a request computed is stored.
     pub store_when: StoreWhen,
+    /// The workers may turn down chunks that are new to them: then nothing is promised to other
+    /// servers.
+    pub turns_down: bool,
     /// A request whose chunks are being loaded for another one waits for that load instead of
     /// loading them again; of use where the server shares blocks of equal prefixes.
     pub join_loads: bool,
@@ -173,6 +176,7 @@ impl ConnectorOptions {
             save_decode_cache: settings.save_decode_cache,
             save_unfull_chunk: settings.save_unfull_chunk,
             store_when: settings.store_when,
+            turns_down: settings.admission != Admission::All,
             join_loads: true,
             prefetch: settings.prefetch && settings.local_cpu,
             min_load_tokens: settings.min_load_tokens,

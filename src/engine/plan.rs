@@ -46,7 +46,13 @@ impl<'a> Planner<'a> {
             )));
         }
         let groups: BTreeSet<u16> = geometry.layers.iter().map(|l| l.group).collect();
-        if mapping.groups.len() != 1 && mapping.groups.len() != groups.len() {
+        let of_group = |group: u16| match mapping.groups.len() {
+            1 => Some(0),
+            count if count == groups.len() => groups.iter().position(|g| *g == group),
+            // A pipeline stage may have no layer of a group.
+            count => Some(usize::from(group)).filter(|place| *place < count),
+        };
+        if groups.iter().any(|group| of_group(*group).is_none()) {
             return Err(invalid(format!(
                 "{} slot mappings for {} KV cache groups; give one, or one per group",
                 mapping.groups.len(),
@@ -65,8 +71,7 @@ impl<'a> Planner<'a> {
             let view = layout.layer(l).filter(|_| layout.spec(l) == Some(spec));
             let view =
                 view.ok_or_else(|| invalid(format!("layer {l} of the KV cache is not what the geometry says")))?;
-            let place = groups.iter().position(|&g| g == spec.group).unwrap_or(0);
-            let group = if mapping.groups.len() == 1 { 0 } else { place };
+            let group = of_group(spec.group).unwrap_or(0);
             let class = Class { group, block_tokens: view.block_tokens, num_blocks: view.num_blocks };
             let at = classes.iter().position(|c| *c == class).unwrap_or_else(|| {
                 classes.push(class);

@@ -55,7 +55,8 @@ impl SlotMapping {
         Self { groups: vec![slots.into()], mask: None }
     }
 
-    /// One mapping per KV cache group, in the order of the groups' numbers.
+    /// One mapping per KV cache group, in the order of the groups' numbers. Those of groups without
+    /// layers here may be among them, if each group's number is its place.
     #[must_use]
     pub fn per_group(groups: Vec<Arc<[i64]>>) -> Self {
         Self { groups, mask: None }

@@ -38,6 +38,13 @@ fn the_fingerprint_changes_with_everything_that_changes_the_bytes() {
     let rank1 = base.with_shard(tp).unwrap();
     assert_eq!(rank0.fingerprint(), rank1.fingerprint(), "ranks of one model share the namespace");
     assert_ne!(rank0.shard_dir_name(), rank1.shard_dir_name());
+    let staged = |block: u32| {
+        let shard = Shard { pp: (0, 2), ..Shard::default() };
+        let dtype = DType { name: "x".into(), bytes: 1 };
+        let opaque = Geometry::new("m", dtype, vec![LayerSpec::opaque(block, block * 100)], 256).unwrap();
+        opaque.with_shard(shard).unwrap().fingerprint()
+    };
+    assert_ne!(staged(16), staged(32), "equal slots, of blocks whose bytes may lie in another order");
 }
 
 #[test]

@@ -57,6 +57,7 @@ def test_kernel_blocks_with_heads_outermost_are_taken_together() -> None:
     (blocks,) = geometry.views(one, {"model.layers.0.attn": memory.transpose(0, 1)})
     words = blocks.view[1].view(torch.int16).flatten().tolist()
     assert sorted(words) == sorted(memory[:, 2:4].flatten().tolist())
+    assert blocks.kernel_tokens == TOKENS // 2
 
 
 def test_kernel_blocks_of_one_block_are_taken_together() -> None:
@@ -65,6 +66,7 @@ def test_kernel_blocks_of_one_block_are_taken_together() -> None:
     one = geometry.Shape(shape().layers[:1], (TOKENS,), BLOCKS, (None,), geometry.Ranks(1, 1, 1))
     (blocks,) = geometry.views(one, {"model.layers.0.attn": halves})
     assert blocks.view[1].view(torch.int16).tolist() == halves[2:4].flatten().tolist()
+    assert blocks.kernel_tokens == TOKENS // 2, "heads lie otherwise than in one block"
 
 
 def test_a_layer_that_was_not_registered_is_named() -> None:

@@ -97,6 +97,8 @@ class Blocks:
     view: torch.Tensor
     """`[num_blocks, block_bytes]`; where a block lies in pieces, `[num_blocks, block_tokens, pieces, bytes]`: an equal share of every piece
     counts as a token's, since whole blocks are moved both ways alike."""
+    kernel_tokens: int
+    """Tokens of a kernel block: the backend may split vLLM's blocks."""
     pieces: int
     """Runs of bytes of a block: more than one where its heads are apart (vLLM's layouts LHBNC and BHLNC)."""
 
@@ -161,6 +163,8 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
     import forebay
 
     stage, tp_rank = divmod(rank, kv.ranks.tp)
+    # Where heads come before tokens, the order of the bytes depends on how many tokens a block has.
+    ordered = sorted({(layer.block_tokens, of.kernel_tokens, of.pieces) for layer, of in zip(kv.layers, blocks, strict=True)})
     # With MLA, ranks differ in nothing but the tokens that they have.
     tp = (0, 1) if kv.is_same_on_all_ranks else (tp_rank, kv.ranks.tp)
     return forebay.Geometry(
@@ -168,7 +172,7 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
         # Only the engine's codec looks at the type; the fingerprint has it in any case.
         dtype="bfloat16" if identity.kv_dtype(vllm_config) == "bfloat16" else "uint8",
         # No addition: the engine adds the setting `fingerprint` itself.
-        fingerprint=identity.fingerprint(vllm_config, ""),
+        fingerprint=identity.fingerprint(vllm_config, "", ordered),
         layer_specs=[_spec(layer, of) for layer, of in zip(kv.layers, blocks, strict=True)],
         tp=tp,
         pp=(stage, kv.ranks.pp),
@@ -258,7 +262,7 @@ def _blocks_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> Blocks:
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     first, stride = tensor.storage_offset() * size, tensor.stride(0) * size * split
     if pieces == 1:
-        return Blocks(raw.as_strided((num_blocks, piece), (stride, 1), first), 1)
+        return Blocks(raw.as_strided((num_blocks, piece), (stride, 1), first), layer.block_tokens // split, 1)
     token = piece // layer.block_tokens
     shape = (num_blocks, layer.block_tokens, pieces, token)
-    return Blocks(raw.as_strided(shape, (stride, token, step * size, 1), first), pieces)
+    return Blocks(raw.as_strided(shape, (stride, token, step * size, 1), first), layer.block_tokens // split, pieces)

@@ -48,8 +48,8 @@ def kv_dtype(vllm_config: VllmConfig) -> str:
     return str(vllm_config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
 
 
-def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
-    """Every part of the identity, as one canonical string."""
+def fingerprint(vllm_config: VllmConfig, addition: str, blocks: Any = None) -> str:
+    """Every part of the identity, as one canonical string; `blocks`: how a worker's tensors order the bytes of a block."""
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -71,6 +71,12 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
     }
     if loader := loader_digest(getattr(vllm_config.load_config, "model_loader_extra_config", None)):
         parts["loader"] = loader
+    if blocks is not None:
+        parts["blocks"] = blocks
+    if kinds := getattr(getattr(vllm_config, "attention_config", None), "backend_per_kind", None):
+        parts["backend_per_kind"] = {str(kind): str(chosen) for kind, chosen in kinds.items()}
+    if any(adapted := adapting(vllm_config)):
+        parts["adapters"] = adapted
     parallel = vllm_config.parallel_config
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         parts["interleave"] = parallel.cp_kv_cache_interleave_size
@@ -80,8 +86,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         parts["draft"] = drafting
     if vllm_config.device_config.device_type == "cpu":
         parts["processor"] = processor()
-    if (kinds := model.quantization_config) is not None:
-        parts["quantization_config"] = repr(kinds)
+    if model.quantization_config is not None:
+        parts["quantization_config"] = repr(model.quantization_config)
     if (media := model.multimodal_config) is not None:
         parts["multimodal"] = {key: str(getattr(media, key, None)) for key in MULTIMODAL_KEYS}
     if (length := longest(vllm_config)) is not None:
@@ -89,6 +95,13 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
     text = json.dumps(parts, sort_keys=True)
     logger.debug("identity: %s", text)
     return text
+
+
+def adapting(vllm_config: VllmConfig) -> list[Any]:
+    """What the server makes of an adapter's files: the modules that it applies adapters to, and how it reads those of experts."""
+    config = getattr(vllm_config, "lora_config", None)
+    named = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    return [sorted(getattr(config, "target_modules", None) or ()), *(bool(getattr(config, name, False)) for name in named)]
 
 
 def processor() -> list[Any]:

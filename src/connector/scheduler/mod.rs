@@ -355,15 +355,16 @@ impl Scheduler {
     }
 
     /// Tokens from a request's start that are stored or were ordered to be, or will be at its end;
-    /// none where too many blocks are held for that;
-    /// what another server gets in [`AddRequest::transferred`].
+    /// what another server gets in [`AddRequest::transferred`]. None where too many blocks are held
+    /// for that, or the workers may turn chunks down.
     #[must_use]
     pub fn transferred(&self, req_id: &str) -> usize {
         let Some(tracker) = self.requests.get(req_id) else { return 0 };
         // Its stores will be given up when it ends now.
         let has_room = self.held.has_room(tracker.num_blocks(), self.options.max_held_blocks);
         let is_kept = has_room || !(tracker.ripe.is_some() || self.held.is_pending(tracker.last_save));
-        tracker.reached().filter(|_| is_kept).unwrap_or(0)
+        let reached = tracker.reached().filter(|_| is_kept && !self.options.turns_down).unwrap_or(0);
+        reached.min(tracker.hole.unwrap_or(usize::MAX))
     }
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that

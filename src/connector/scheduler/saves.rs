@@ -93,6 +93,9 @@ impl Scheduler {
         tracker.unfull_saved |= !stop.is_multiple_of(chunk);
         let there = first_present(tracker, (start, stop, computed), &self.options);
         self.stats.skipped_window_tokens += (there - start) as u64;
+        if there > start {
+            tracker.hole.get_or_insert(start);
+        }
         let spans = tracker.spans((there, stop), &self.options.block_tokens).filter(|_| there < stop)?;
         tracker.last_save = step;
         self.stats.saves += 1;

@@ -37,6 +37,8 @@ pub(super) struct Tracker {
     pub(super) blocks: Vec<Vec<u32>>,
     /// Tokens from the start that are stored or on their way; `None` until it is looked up.
     pub(super) saved: Option<usize>,
+    /// The first token that a store left out, as its blocks had left a sliding window.
+    pub(super) hole: Option<usize>,
     /// Tokens from the start that are computed, and stored when the request ends; `None` where
     /// nothing waits for that.
     pub(super) ripe: Option<usize>,
@@ -74,6 +76,7 @@ impl Tracker {
             sent: 0,
             blocks: Vec::new(),
             saved: None,
+            hole: None,
             ripe: None,
             unfull_saved: false,
             last_save: 0,
@@ -142,7 +145,7 @@ impl Tracker {
 
     /// What is stored is looked up anew.
     pub(super) fn forget_stored(&mut self) {
-        (self.saved, self.ripe, self.found, self.unfull_saved) = (None, None, None, false);
+        (self.saved, self.hole, self.ripe, self.found, self.unfull_saved) = (None, None, None, None, false);
     }
 
     /// A load failed: there is never another one, and what was computed from it does not count as

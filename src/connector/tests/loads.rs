@@ -398,4 +398,8 @@ fn a_producer_does_not_store_what_it_has_transferred_and_says_how_far_it_is() {
     assert_eq!(saved(&meta), [(32, 96)], "whole chunks from the first that was not");
     assert_eq!(s.s.transferred("a"), 96);
     assert_eq!(s.s.transferred("unknown"), 0);
+    let mut s = side_with(0, |o| (o.role, o.turns_down) = (Role::Producer, true));
+    s.on_new_request("a", 100);
+    s.first("a", (0, 100));
+    assert_eq!(s.s.transferred("a"), 0, "the workers may store none of it");
 }

@@ -71,6 +71,7 @@ fn options() -> ConnectorOptions {
         prefetch: false,
         min_load_tokens: 0,
         recompute_tokens_per_s: None,
+        turns_down: false,
         load_timeout_ms: 2000,
         gather_patience_ms: 50,
         max_held_blocks: 50,

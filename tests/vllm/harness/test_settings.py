@@ -130,6 +130,16 @@ def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path, monkey
     with_amx = of()
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     assert with_amx != of(), "vLLM packs K and V for its tiles"
+    server: Any = SimpleNamespace(**parts, model_config=plain)
+    found = [identity.fingerprint(server, "", blocks) for blocks in (None, [(128, 128, 1)], [(128, 64, 1)], [(64, 64, 1)])]
+    for modules in (["o_proj"], ["q_proj", "o_proj"]):
+        server.lora_config = SimpleNamespace(target_modules=modules)
+        found.append(identity.fingerprint(server, ""))
+    assert len(set(found)) == len(found)
+    server.lora_config = SimpleNamespace(target_modules=None)
+    assert identity.fingerprint(server, "") == found[0], "adapters are part of the keys"
+    server.attention_config = SimpleNamespace(backend=None, backend_per_kind={"full_attention": "FLASHINFER"})
+    assert identity.fingerprint(server, "") not in found
 
 
 def test_weights_that_cannot_be_told_apart_want_a_fingerprint(tmp_path: Path) -> None:
