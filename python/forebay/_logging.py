@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import threading
+import traceback
 
 from forebay import _forebay
 
@@ -31,7 +32,10 @@ def _level() -> None:
 def _run() -> None:
     while (line := _forebay._log_next()) is not None:
         level, target, message = line
-        logging.getLogger(target).log(level, "%s", message)
+        try:
+            logging.getLogger(target).log(level, "%s", message)
+        except Exception:  # Of a filter or handler: without this thread no line comes any more.
+            traceback.print_exc()
 
 
 def start() -> None:

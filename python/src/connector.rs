@@ -29,6 +29,8 @@ use crate::paged::{Hints, paged_kv};
 
 /// How long a worker's `close` waits for stores where the caller does not say.
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
+/// How long a call waits for another thread's.
+const OTHERS_CALL: Duration = Duration::from_secs(10);
 /// A day; longer time-outs are shortened to it.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
@@ -167,8 +169,18 @@ impl SchedulerSide {
         Ok(Self { scheduler: Mutex::new(Some(scheduler)), reported: Mutex::default(), chunk_tokens })
     }
 
+    /// Another thread's call that is under way is waited for without the GIL: it may need it.
     fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
-        self.scheduler.lock().as_mut().map_or_else(|| Err(closed("scheduler side")), run)
+        let wait = || Python::attach(|py| py.detach(|| drop(self.scheduler.try_lock_for(OTHERS_CALL))));
+        let locked = self.scheduler.try_lock().or_else(|| {
+            wait();
+            self.scheduler.try_lock()
+        });
+        let Some(mut scheduler) = locked else {
+            let busy = Error::new(ErrorKind::Busy, "another call of this scheduler side is under way");
+            return Err(to_py(&busy.advice("call it from one thread, and not from within `tokens_of`")));
+        };
+        scheduler.as_mut().map_or_else(|| Err(closed("scheduler side")), run)
     }
 }
 
@@ -327,6 +339,7 @@ impl SchedulerSide {
     #[pyo3(signature = (finished_sending=None, finished_recving=None, worker_meta=None))]
     fn update_connector_output(
         &self,
+        py: Python<'_>,
         finished_sending: Option<&Bound<'_, PyAny>>,
         finished_recving: Option<&Bound<'_, PyAny>>,
         worker_meta: Option<Vec<Vec<u8>>>,
@@ -334,13 +347,9 @@ impl SchedulerSide {
         let (sending, recving) = (names(finished_sending)?, names(finished_recving)?);
         let workers = worker_meta.unwrap_or_default();
         let workers = workers.iter().map(|b| WorkerMeta::from_bytes(b)).collect::<forebay::Result<_>>().py()?;
-        self.with(|s| {
-            Ok(s.update_connector_output(&StepOutput {
-                finished_sending: borrowed(&sending),
-                finished_recving: borrowed(&recving),
-                workers,
-            }))
-        })
+        let output = StepOutput { finished_sending: borrowed(&sending), finished_recving: borrowed(&recving), workers };
+        // A worker that says where its cache lies has it opened.
+        py.detach(|| self.with(|s| Ok(s.update_connector_output(&output))))
     }
 
     /// KV events since the last call, where the option `events` is on: (ordered,
@@ -382,7 +391,7 @@ impl SchedulerSide {
 
     /// Forgets all requests and closes the caches that it opened itself; later calls raise.
     fn shutdown(&self, py: Python<'_>) {
-        let scheduler = self.scheduler.lock().take();
+        let scheduler = py.detach(|| self.scheduler.lock().take());
         py.detach(|| {
             if let Some(mut scheduler) = scheduler {
                 scheduler.shutdown();
@@ -478,6 +487,22 @@ pub(crate) struct WorkerSide {
 impl WorkerSide {
     fn with<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&mut Worker) -> PyResult<T> + Send) -> PyResult<T> {
         py.detach(|| self.worker.lock().as_mut().map_or_else(|| Err(closed("worker side")), run))
+    }
+}
+
+impl Drop for SchedulerSide {
+    fn drop(&mut self) {
+        let scheduler = self.scheduler.get_mut().take();
+        // Python frees objects with the GIL held, and closing caches may wait for a drive.
+        Python::attach(|py| py.detach(|| drop(scheduler)));
+    }
+}
+
+impl Drop for WorkerSide {
+    fn drop(&mut self) {
+        let worker = self.worker.get_mut().take();
+        // As above; a worker may also wait for a device.
+        Python::attach(|py| py.detach(|| drop(worker)));
     }
 }
 

@@ -223,7 +223,11 @@ pub(crate) fn tokens(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 /// One slot mapping, or a list of one for each group; with the mask, where there is one.
 pub(crate) fn slots(object: &Bound<'_, PyAny>, mask: Option<&Bound<'_, PyAny>>) -> PyResult<SlotMapping> {
     let grouped = match object.cast::<PyList>() {
-        Ok(list) if !list.is_empty() => list.get_item(0)?.extract::<i64>().is_err(),
+        // A tensor of one element can be taken for a number.
+        Ok(list) if !list.is_empty() => {
+            let first = list.get_item(0)?;
+            first.len().is_ok() || first.extract::<i64>().is_err()
+        }
         _ => false,
     };
     let slots = if grouped {

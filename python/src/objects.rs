@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use forebay::device::HostMemory;
 use forebay::objects::{
-    BatchKind, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, ObjectStore,
-    PutOptions,
+    BatchKind, KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectRequest,
+    ObjectStore, PutOptions,
 };
 use forebay::{Error, ErrorKind};
 use pyo3::PyTypeInfo as _;
@@ -21,6 +21,8 @@ use crate::error::{IntoPy, invalid, to_py};
 use crate::wait::in_slices;
 
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
+/// Keys of one batch of a call that waits: a quarter of what the queue has room for.
+const KEYS_AT_ONCE: usize = 16_384;
 
 /// What a batch came to, as a named tuple: `id` (what the submit returned), `kind` (`put`, `get`,
 /// `exists` or `delete`), `results` (the answer for each key, in the order of the submit),
@@ -93,9 +95,33 @@ impl PyObjectStore {
         }
     }
 
+    /// Asks about all keys, and waits: in batches that leave the queue room for others.
+    fn ask(
+        &self,
+        py: Python<'_>,
+        keys: Vec<Vec<u8>>,
+        request: fn(Vec<Vec<u8>>) -> ObjectRequest,
+    ) -> PyResult<Vec<bool>> {
+        let mut answers = Vec::with_capacity(keys.len());
+        for some in keys.chunks(KEYS_AT_ONCE) {
+            let results = self.results(py, request(some.to_vec()))?;
+            if results.iter().any(|r| r.cause == Some(ObjectCause::QueueFull)) {
+                // False would say that the object is not there.
+                let full = Error::new(ErrorKind::Busy, "too many keys of other batches wait");
+                return Err(to_py(&full.advice("try again when some of them have completed")));
+            }
+            answers.extend(results.iter().map(|r| r.ok));
+        }
+        Ok(answers)
+    }
+
+    fn run(&self, py: Python<'_>, request: ObjectRequest) -> PyResult<Vec<bool>> {
+        Ok(self.results(py, request)?.iter().map(|r| r.ok).collect())
+    }
+
     /// Does what was asked for, and waits. Its completion is not among those that
     /// `drain_completions` takes.
-    fn run(&self, py: Python<'_>, request: ObjectRequest) -> PyResult<Vec<bool>> {
+    fn results(&self, py: Python<'_>, request: ObjectRequest) -> PyResult<Vec<KeyResult>> {
         let store = self.get_store()?;
         let id = store.begin(request).py()?;
         let wait = |slice| match store.wait(id, slice) {
@@ -113,7 +139,7 @@ impl PyObjectStore {
                 return Err(interrupted);
             }
         };
-        Ok(done.results.iter().map(|r| r.ok).collect())
+        Ok(done.results)
     }
 }
 
@@ -235,12 +261,12 @@ impl PyObjectStore {
 
     /// Which of the keys are stored.
     fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        self.run(py, ObjectRequest::Exists(self::keys(keys)?))
+        self.ask(py, self::keys(keys)?, ObjectRequest::Exists)
     }
 
     /// Removes objects; which of them were there.
     fn delete(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        self.run(py, ObjectRequest::Delete(self::keys(keys)?))
+        self.ask(py, self::keys(keys)?, ObjectRequest::Delete)
     }
 
     /// Begins a put and returns its number. The buffers must not change until its completion is

@@ -328,6 +328,30 @@ def test_figures_and_logs(cache: Path, caplog: pytest.LogCaptureFixture) -> None
     assert any("enable_rdma" in r.message and r.name.startswith("forebay") for r in caplog.records), caplog.records
 
 
+def test_a_handler_that_raises_costs_its_own_line(
+    cache: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from forebay import _logging
+
+    class Raising(logging.Handler):
+        def handle(self, record: logging.LogRecord) -> bool:
+            self.handle = lambda record: True  # type: ignore[method-assign]
+            raise RuntimeError("a handler that fails once")
+
+    caplog.set_level(logging.WARNING, logger="forebay")
+    raising = Raising()
+    logging.getLogger("forebay").addHandler(raising)
+    try:
+        for _ in range(2):
+            with forebay.Engine(config(cache, enable_rdma=True), geometry()):
+                pass
+        _logging.flush()
+    finally:
+        logging.getLogger("forebay").removeHandler(raising)
+    assert "a handler that fails once" in capsys.readouterr().err
+    assert any("enable_rdma" in r.message for r in caplog.records), caplog.records
+
+
 def test_a_prefetch_brings_chunks_into_memory(cache: Path, eng: forebay.Engine) -> None:
     tokens = list(range(64))
     eng.store(tokens, kv(), slots(64)).wait()

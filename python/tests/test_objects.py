@@ -183,6 +183,14 @@ def test_a_key_may_come_twice_in_a_list_of_pairs(objs: forebay.ObjectStore) -> N
             objs.get(wrong)  # type: ignore[arg-type]
 
 
+def test_more_keys_than_the_queue_has_room_for_are_asked_for_in_parts(objs: forebay.ObjectStore) -> None:
+    names = [str(n) for n in range(70_000)]
+    assert objs.put({"0": b"first", "69999": b"last"}) == [True, True]
+    there = objs.exists(names)
+    assert len(there) == len(names) and [n for n, is_there in enumerate(there) if is_there] == [0, 69_999]
+    assert objs.delete(names) == there and objs.exists(["0", "69999"]) == [False, False]
+
+
 def test_they_survive_a_restart_and_namespaces_are_apart(cache: Path) -> None:
     with forebay.ObjectStore(config(cache), namespace="one") as store:
         store.put({"k": b"v"})

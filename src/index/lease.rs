@@ -100,14 +100,15 @@ impl LeaseGuard {
 impl Drop for LeaseGuard {
     fn drop(&mut self) {
         let inner = &self.lane.inner;
+        // In a forked child the lock may never be free, and the lease is its parent's.
+        if inner.process != std::process::id() {
+            return;
+        }
         let mut held = inner.held.lock();
         let Some(mine) = held.get_mut(&(self.segment, self.epoch)) else { return };
         mine.guards = mine.guards.saturating_sub(1);
         if mine.guards == 0 {
-            // A forked child only drops its copy of the count.
-            if inner.process == std::process::id() {
-                inner.end(mine.record, mine.owner);
-            }
+            inner.end(mine.record, mine.owner);
             held.remove(&(self.segment, self.epoch));
         }
     }

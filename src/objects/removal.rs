@@ -87,8 +87,10 @@ impl RemovalThread {
 impl Message {
     /// Answers that the store is closed.
     fn refuse(self) {
-        if let Self::Delete(names) = self {
-            names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+        match self {
+            Self::Delete(names) => names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed)),
+            Self::Mend(_, then) => then(Err(ObjectCause::Closed)),
+            Self::Clean(_) => {}
         }
     }
 }

@@ -57,7 +57,11 @@ class Connector:
 
     def close(self) -> None:
         """Waits for batches under way, makes what was stored durable, and closes."""
-        self._store.close()
+        try:
+            self._store.close()
+        except forebay.ForebayError as error:
+            # Not raised: LMCache would leave its other adapters open.
+            logger.error("the cache could not be closed properly, what was stored at the end may be lost: %s", error)
 
     @staticmethod
     def _answer(done: forebay.Completion) -> Answer:

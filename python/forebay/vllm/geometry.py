@@ -163,8 +163,9 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
     import forebay
 
     stage, tp_rank = divmod(rank, kv.ranks.tp)
-    # Where heads come before tokens, the order of the bytes depends on how many tokens a block has.
-    ordered = sorted({(layer.block_tokens, of.kernel_tokens, of.pieces) for layer, of in zip(kv.layers, blocks, strict=True)})
+    # Where heads come before tokens within a block, the order of its bytes depends on how many tokens it, or a kernel block, has.
+    whole = [(layer, of) for layer, of in zip(kv.layers, blocks, strict=True) if of.pieces == 1]
+    ordered = sorted({(layer.block_tokens, of.kernel_tokens) for layer, of in whole})
     # With MLA, ranks differ in nothing but the tokens that they have.
     tp = (0, 1) if kv.is_same_on_all_ranks else (tp_rank, kv.ranks.tp)
     return forebay.Geometry(

@@ -131,7 +131,7 @@ def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path, monkey
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     assert with_amx != of(), "vLLM packs K and V for its tiles"
     server: Any = SimpleNamespace(**parts, model_config=plain)
-    found = [identity.fingerprint(server, "", blocks) for blocks in (None, [(128, 128, 1)], [(128, 64, 1)], [(64, 64, 1)])]
+    found = [identity.fingerprint(server, "", blocks) for blocks in (None, [(128, 128)], [(128, 64)], [(64, 64)])]
     for modules in (["o_proj"], ["q_proj", "o_proj"]):
         server.lora_config = SimpleNamespace(target_modules=modules)
         found.append(identity.fingerprint(server, ""))
