@@ -43,7 +43,7 @@ def flip(cache: Path, rank: int, source: random.Random) -> int:
                 # A server that runs may give an empty lane's files back meanwhile.
                 continue
             for page in range(os.fstat(opened).st_size // PAGE):
-                if os.preadv(opened, [held], page * PAGE) < PAGE or not any(held) or source.random() < 0.5:
+                if os.preadv(opened, [held], page * PAGE) < PAGE or not any(held[:]) or source.random() < 0.5:
                     continue
                 held[source.randrange(PAGE)] ^= 1 << source.randrange(8)
                 os.pwritev(opened, [held], page * PAGE)
