@@ -38,6 +38,21 @@ fn the_active_path_is_named_with_the_reasons_against_better_ones() {
 }
 
 #[test]
+fn the_path_is_that_which_the_settings_choose() {
+    let dir = folder();
+    let with = |engine| {
+        let json = forebay_with(dir.path(), &["probe", "--json"], &[("FOREBAY_IO_ENGINE", engine)]);
+        (json.code, json.json())
+    };
+    let (code, json) = with("threads");
+    assert_eq!((code, &json["path"]["active"]), (0, &"threads".into()), "{json}");
+    assert_eq!(findings(&json, "io_uring")[0].0, "ok", "{json}");
+    let (code, json) = with("uring");
+    let (active, level) = (&json["path"]["active"], &*findings(&json, "io_uring")[0].0);
+    assert!([("io_uring", "ok", 0), ("", "fail", 3)].contains(&(active.as_str().unwrap_or(""), level, code)), "{json}");
+}
+
+#[test]
 fn the_trial_of_cufile_prints_one_line_whatever_happens() {
     let dir = folder();
     for args in [&["--gpu", "4000000"][..], &[]] {
