@@ -2,7 +2,7 @@
 //! to write instead.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use forebay::config::{Capacity, Loader, Settings};
+use forebay::config::{Capacity, Loader, Mode, Settings};
 use forebay::{Error, ErrorKind};
 use serde_json::{Value, json};
 
@@ -223,6 +223,11 @@ fn settings_built_in_code_are_validated_too() {
     settings.capacity = Capacity::Bytes(1);
     let e = settings.validate().unwrap_err();
     assert!(e.to_string().starts_with("capacity: "), "{e}");
+    let mut settings = Settings::at("/a");
+    settings.drives[0].drain = true;
+    assert!(settings.validate().is_err());
+    settings.mode = Mode::Ro;
+    settings.validate().unwrap();
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 use std::time::Duration;
 
 use super::warning::Origin;
-use super::{Capacity, MinFree, Settings};
+use super::{Capacity, MinFree, Mode, Settings};
 use crate::error::{Error, ErrorKind};
 
 const KIB: usize = 1 << 10;
@@ -179,7 +179,12 @@ fn drives(s: &Settings) -> Checked {
         }
     }
     let all_drain = !s.drives.is_empty() && s.drives.iter().all(|drive| drive.drain);
-    ensure(!all_drain, "drives", "every drive drains, so nothing could be stored", "leave one, or use mode: ro")
+    ensure(
+        !all_drain || s.mode == Mode::Ro,
+        "drives",
+        "every drive drains, so nothing could be stored",
+        "leave one, or use mode: ro",
+    )
 }
 
 fn memory(s: &Settings) -> Checked {

@@ -174,9 +174,10 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
 
 /// The server's settings, but for what decides what is stored: everything that was asked for is.
 fn settings(args: &SyncArgs, up: bool) -> Result<Settings> {
-    let mut settings = crate::settings::load(args.config.as_deref(), args.remote.as_deref(), &args.directories)?;
+    let mode = if up { Mode::Ro } else { Mode::Rw };
+    let named = (args.config.as_deref(), args.remote.as_deref());
+    let mut settings = crate::settings::load(named, &args.directories, Some(mode))?;
     settings.require_drives()?;
-    settings.mode = if up { Mode::Ro } else { Mode::Rw };
     (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
     Ok(settings)
 }
