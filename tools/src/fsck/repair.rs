@@ -78,13 +78,7 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
         }
         let damage = match RawLane::read(&files) {
             Ok(raw) => raw.damage.first().map(|d| d.what.clone()),
-            Err(e) => match fault_of_lane(e) {
-                Ok(what) => Some(what),
-                Err(e) => {
-                    report.leave(&files, &e);
-                    continue;
-                }
-            },
+            Err(e) => Some(e.to_string()),
         };
         if let Some(what) = damage {
             let remedy = remedy(directory, &files, &what);
@@ -113,14 +107,6 @@ impl Report {
     fn leave(&mut self, files: &LaneDir, error: &Error) {
         let what = error.to_string();
         self.left.push(json!({"lane": name(files), "what": what, "remedy": what}));
-    }
-}
-
-/// An error that says what is wrong with a lane's files, as text; any other error is returned.
-fn fault_of_lane(e: Error) -> Result<String> {
-    match e.kind() {
-        ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound => Ok(e.to_string()),
-        _ => Err(e),
     }
 }
 
