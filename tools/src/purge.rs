@@ -222,9 +222,9 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         }
         targets.push(target);
     }
+    let store = remote.map(RemoteStore::open).transpose()?;
     // Other caches may use the same store: what only the store has goes where it is named.
-    if let Some((options, wanted)) = remote.zip(args.namespace.as_ref()) {
-        let store = RemoteStore::open(options)?;
+    if let Some((store, wanted)) = store.zip(args.namespace.as_ref()) {
         for (namespace, shard) in store.shards()? {
             if targets.iter().any(|t| (&t.namespace, &t.shard) == (&namespace, &shard)) {
                 continue;

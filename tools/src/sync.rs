@@ -128,6 +128,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
         Error::new(ErrorKind::InvalidInput, "no remote store is named")
             .advice("name it with --remote, or its settings with --config")
     })?;
+    let store = RemoteStore::open(&options)?;
     stop::listen()?;
     let sync = Sync { settings, options, context };
     let mut reports = Reports::default();
@@ -139,7 +140,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
             reports.add(job, |report| sync.up(job, report));
         }
     } else {
-        let (jobs, all) = sync.remote_shards(args)?;
+        let (jobs, all) = sync.remote_shards(args, &store)?;
         is_whole = all;
         let missing = sync.missing(&jobs);
         let mut rest: u64 = missing.iter().sum();
@@ -288,8 +289,7 @@ impl Sync<'_> {
 
     /// The shards of the store, with what it has of them; whether none that has chunks was passed
     /// over.
-    fn remote_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<RemoteObject>>, bool)> {
-        let store = RemoteStore::open(&self.options)?;
+    fn remote_shards(&self, args: &SyncArgs, store: &RemoteStore) -> Result<(Vec<Job<RemoteObject>>, bool)> {
         let (mut jobs, mut is_whole) = (Vec::new(), true);
         for (namespace, shard) in store.shards()? {
             let geometry = match store.geometry(&namespace, &shard) {
