@@ -237,11 +237,11 @@ fn dump(place: &CacheArgs) -> Result<Outcome> {
     }
     let damaged: usize = found.iter().flat_map(|(_, raw)| raw).map(|l| l.damage.len()).sum();
     if damaged > 0 {
-        eprintln!("forebay: {damaged} places of the index are damaged, and what they held is not in this list");
+        out::tell(&format!("{damaged} places of the index are damaged, and what they held is not in this list"));
     }
-    unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+    unreadable.iter().for_each(|problem| out::tell(&format!("passed over {problem}")));
     if damaged > 0 || !unreadable.is_empty() {
-        eprintln!("what helps: forebay fsck check {}", quoted(&place.directory));
+        out::tell(&format!("what helps: forebay fsck check {}", quoted(&place.directory)));
         return Ok(Outcome::Problem);
     }
     Ok(Outcome::Done)

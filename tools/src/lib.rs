@@ -6,6 +6,9 @@
 //! module. Results go to standard output, everything else (progress, warnings, errors) to standard
 //! error, so that output can be piped.
 
+// These macros panic where standard error cannot be written to; `out::tell` does not.
+#![cfg_attr(not(test), deny(clippy::print_stderr))]
+
 mod bench;
 mod cli;
 mod demo;
@@ -63,7 +66,7 @@ fn code_of(outcome: forebay::Result<Outcome>) -> u8 {
     match outcome {
         Ok(outcome) => outcome.exit_code(),
         Err(e) => {
-            eprintln!("forebay: {e}");
+            out::tell(&e.to_string());
             match e.kind() {
                 ErrorKind::InvalidInput | ErrorKind::Config => out::EXIT_USAGE,
                 _ => out::EXIT_FAILED,
@@ -105,5 +108,7 @@ fn init_logging(verbose: u8) {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
+        // It would say by a panic that standard error cannot be written to.
+        .log_internal_errors(false)
         .init();
 }

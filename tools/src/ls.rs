@@ -135,7 +135,7 @@ pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
     }
     rows.extend(remote.rest());
     for problem in &unreadable {
-        eprintln!("forebay: passed over {problem}");
+        out::tell(&format!("passed over {problem}"));
     }
     if context.json {
         out::print_json(&rows)?;

@@ -165,7 +165,7 @@ fn remove(
         done.freed_bytes += here()?.freed_bytes;
     }
     for lane in &done.unreadable {
-        eprintln!("forebay: {}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard);
+        out::tell(&format!("{}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard));
     }
     if let Some(report) = report.as_object_mut() {
         report.insert("lanes_in_use".into(), json!(done.lanes_in_use));
@@ -256,8 +256,8 @@ fn asked(context: &Context) -> Result<bool> {
         return Ok(false);
     }
     let failed = |e| Error::io("cannot ask", e);
-    eprint!("Remove all of this? [y/N] ");
-    std::io::stderr().flush().map_err(failed)?;
+    let mut stderr = std::io::stderr();
+    write!(stderr, "Remove all of this? [y/N] ").and_then(|()| stderr.flush()).map_err(failed)?;
     let mut line = String::new();
     std::io::stdin().lock().read_line(&mut line).map_err(failed)?;
     Ok(matches!(line.trim(), "y" | "Y" | "yes"))

@@ -246,7 +246,7 @@ impl Sync<'_> {
         let mut is_whole = true;
         for drive in &self.settings.drives {
             let (found, unreadable) = shards(&drive.path)?;
-            unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+            unreadable.iter().for_each(|problem| out::tell(&format!("passed over {problem}")));
             is_whole &= unreadable.is_empty();
             for (files, raw) in &found {
                 let Some(first) = files.first() else { continue };
@@ -269,7 +269,7 @@ impl Sync<'_> {
             let geometry = match geometries.remove(&(namespace.clone(), shard.clone())) {
                 Some(Ok(geometry)) => geometry,
                 Some(Err(e)) => {
-                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    out::tell(&format!("passed over {namespace}/{shard}: {e}"));
                     is_whole = false;
                     continue;
                 }
@@ -296,7 +296,7 @@ impl Sync<'_> {
                 // Another program's folder, or a server ended before it had described its first
                 // chunk. The others can be brought all the same.
                 Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {
-                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    out::tell(&format!("passed over {namespace}/{shard}: {e}"));
                     let is_meant = args.namespace.as_ref().is_none_or(|wanted| *wanted == namespace);
                     is_whole &= !is_meant || store.objects(&namespace, &shard)?.is_empty();
                     continue;

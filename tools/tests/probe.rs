@@ -145,6 +145,21 @@ fn a_directory_that_is_not_there_is_an_error_and_is_not_made() {
 }
 
 #[test]
+fn a_standard_error_that_takes_nothing_changes_nothing() {
+    let dir = folder();
+    for (words, code) in [("probe nowhere", 1), ("probe .", 0), ("warm import nowhere --dry-run", 1)] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let run = std::process::Command::new(env!("CARGO_BIN_EXE_forebay"))
+            .args(words.split(' '))
+            .current_dir(dir.path())
+            .envs([("FOREBAY_LOG", "trace"), ("FOREBAY_MIN_FREE", "0")])
+            .stderr(full)
+            .output();
+        assert_eq!(run.unwrap().status.code(), Some(code), "{words}");
+    }
+}
+
+#[test]
 fn a_reader_that_goes_away_is_no_error() {
     use std::process::{Command, Stdio};
     let mut child = Command::new(env!("CARGO_BIN_EXE_forebay"))
