@@ -45,8 +45,8 @@ fn choose(settings: &mut Settings, directories: &[PathBuf]) -> Result<()> {
         Capacity::Bytes(bytes) if is_part => Capacity::Bytes((bytes / all as u64).saturating_mul(chosen)),
         other => other,
     };
-    settings.capacity = share(settings.capacity);
     settings.tenant_quota = settings.tenant_quota.map(share);
+    settings.capacity = share(settings.capacity);
     Ok(())
 }
 

@@ -128,6 +128,11 @@ fn a_cache_that_does_not_open_is_a_failure_with_the_command_that_helps() {
     let json = probe(dir.path(), &["cache", "--json"]).expect(0).json();
     assert!(json["directory"]["cache"]["chunks_and_objects"].as_u64().unwrap() > 0, "{json}");
     assert_eq!(findings(&json, "cache").len(), 1);
+    let drives = format!(r#"[{{"path": "{}", "drain": true}}, "/else/where"]"#, dir.path().join("cache").display());
+    let variables = [("FOREBAY_MIN_FREE", "0"), ("FOREBAY_DRIVES", &*drives)];
+    let json = forebay_with(dir.path(), &["probe", "cache", "--json"], &variables).expect(0).json();
+    let (level, found, remedy) = &findings(&json, "cache")[0];
+    assert!(level == "warn" && found.contains("nothing new is stored") && remedy == "set drain: false", "{json}");
     std::fs::write(dir.path().join("cache/BUDGET"), [0; 4096]).unwrap();
     let run = probe(dir.path(), &["cache"]).expect(3);
     assert!(run.stdout.contains("remedy: forebay fsck repair ") && run.stdout.contains("1 failure"), "{}", run.stdout);

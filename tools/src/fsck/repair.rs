@@ -31,7 +31,7 @@ pub(crate) struct RepairArgs {
 const AFTER_HELP: &str = "\
 Every slot is read and checked, as `fsck deep` does. Chunks whose bytes are not those that were stored are dropped for good, and are stored \
 again when they are computed or imported again. Lanes that have lost their data.kv are removed, and a damaged BUDGET file is written \
-anew (whether the drive was being drained is forgotten). A damaged index is left for `fsck rebuild`, and reported.
+anew. A damaged index is left for `fsck rebuild`, and reported.
 
 Servers that use the cache must be stopped: only the process that writes a lane may change it. A server that runs drops a bad chunk \
 itself when a load meets it.

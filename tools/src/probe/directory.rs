@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use forebay::config::dir::{CacheDir, DirOptions, FsKind, MountPoint, MountTable, numa_node};
 use forebay::config::{Mode, Settings};
 use forebay::format::VERSION;
-use forebay::format::budget::BudgetPage;
 use forebay::io::{DirectFile, file_system_bytes};
 use forebay::log::allocated_below;
 use forebay::log::fsck::{LaneDir, RawLane, lanes};
@@ -92,7 +91,7 @@ pub(super) fn look(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> D
         let settings = Settings::at(&directory.path);
         drive.numa_node = numa_node(&settings);
     }
-    match cache(path, of.mode, findings) {
+    match cache(path, of, findings) {
         Ok(cache) => directory.cache = cache,
         Err(e) => findings.push(Finding::of_error("cache", &e)),
     }
@@ -116,7 +115,7 @@ fn abilities(directory: &mut Directory) {
 }
 
 /// The cache in `path`; none where the directory holds none.
-fn cache(path: &Path, mode: Mode, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>> {
+fn cache(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>> {
     let budget = path.join("BUDGET");
     let all = match lanes(path) {
         Ok(all) => all,
@@ -126,18 +125,18 @@ fn cache(path: &Path, mode: Mode, findings: &mut Vec<Finding>) -> Result<Option<
     if let Some((what, remedy)) = budget_report(path)? {
         findings.push(Finding::fail("cache", what, remedy));
     }
-    if let Err(e) = std::fs::OpenOptions::new().read(true).write(mode == Mode::Rw).open(&budget)
+    if let Err(e) = std::fs::OpenOptions::new().read(true).write(of.mode == Mode::Rw).open(&budget)
         && e.kind() == std::io::ErrorKind::PermissionDenied
     {
         let e = Error::io("the cache belongs to another user", e).at(&budget);
         let remedy = format!("run the server as the user that owns it, or chown -R USER {}", quoted(path));
         findings.push(Finding::fail("cache", e.to_string(), remedy));
     }
-    let page = std::fs::read(&budget).ok().and_then(|bytes| BudgetPage::decode(&bytes).ok());
+    let is_here = |dir: &Path| dir.canonicalize().is_ok_and(|dir| path.canonicalize().is_ok_and(|path| path == dir));
     let mut facts = CacheFacts {
         format_version: VERSION,
         lanes: all.len(),
-        draining: page.is_some_and(|page| page.draining),
+        draining: of.drives.iter().any(|drive| drive.drain && is_here(&drive.path)),
         ..CacheFacts::default()
     };
     for lane in &all {
