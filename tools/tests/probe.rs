@@ -139,6 +139,16 @@ fn a_cache_that_does_not_open_is_a_failure_with_the_command_that_helps() {
 }
 
 #[test]
+fn a_directory_may_have_any_name() {
+    use std::os::unix::ffi::OsStrExt as _;
+    let dir = folder();
+    let odd = dir.path().join(std::ffi::OsStr::from_bytes(b"odd\xff"));
+    std::fs::create_dir(&odd).unwrap();
+    let json = probe(&odd, &["--json"]).expect(0).json();
+    assert!(json["directory"]["path"].as_str().unwrap().ends_with("odd\u{fffd}"), "{json}");
+}
+
+#[test]
 fn a_directory_that_is_not_there_is_an_error_and_is_not_made() {
     let dir = folder();
     let run = probe(dir.path(), &["nowhere"]).expect(1);

@@ -184,7 +184,7 @@ pub(super) fn io_uring(ring: &IoUring, path: Option<&PathFound>, engine: IoEngin
 
 /// What the directory and its drive say.
 pub(super) fn directory(d: &Directory, settings: &Settings) -> Vec<Finding> {
-    let mount = d.mount_point.as_ref().map_or_else(|| "?".into(), |p| p.display().to_string());
+    let mount = d.mount_point.as_deref().unwrap_or("?");
     let (fs, source) = (d.fs_type.as_deref().unwrap_or("unknown"), d.source.as_deref().unwrap_or("?"));
     let mut all = vec![Finding::ok("file system", format!("{fs} ({}), {source} on {mount}", d.fs_kind))];
     all.extend(d.drive.as_ref().map(drive));

@@ -16,6 +16,7 @@ use serde::Serialize;
 use super::checks::Finding;
 use super::machine::{self, DriveFacts};
 use crate::fsck::{budget_report, quoted};
+use crate::out;
 
 /// Bytes that are reserved for a moment, to see whether the file system can.
 const TRIAL_BYTES: u64 = 1 << 20;
@@ -23,11 +24,12 @@ const TRIAL_BYTES: u64 = 1 << 20;
 /// The directory.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Directory {
+    #[serde(serialize_with = "out::lossy")]
     pub(super) path: PathBuf,
     pub(super) usable: bool,
     pub(super) fs_type: Option<String>,
     pub(super) fs_kind: &'static str,
-    pub(super) mount_point: Option<PathBuf>,
+    pub(super) mount_point: Option<String>,
     pub(super) source: Option<String>,
     pub(super) drive: Option<DriveFacts>,
     pub(super) direct_io: Option<bool>,
@@ -69,7 +71,7 @@ pub(super) fn look(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> D
         usable: true,
         fs_type: mount.map(|m| m.fs_type.clone()),
         fs_kind: kind_name(mount.map_or(FsKind::Unknown, |m| FsKind::of(&m.fs_type))),
-        mount_point: mount.map(|m| m.mount_point.clone()),
+        mount_point: mount.map(|m| m.mount_point.display().to_string()),
         source: mount.map(|m| m.source.clone()),
         drive: mount.and_then(|m| machine::drive(&m.device)),
         file_system_bytes: total,
