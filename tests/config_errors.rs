@@ -190,7 +190,8 @@ fn a_file_that_is_none_is_told_apart() {
         ("f.json", "{\"a\": ", "not valid JSON"),
         ("f.yaml", "just words", "holds no keys"),
         ("f.json", "[1]", "holds no keys"),
-        ("f.yaml", "mode: rw\nmode: ro\n", "not valid YAML"),
+        ("f.yaml", "mode: rw\nmode: ro\n", "duplicate mapping key: mode: f.yaml; correct that line"),
+        ("f.json", r#"{"mode": "rw", "mode": "ro"}"#, "duplicate mapping key: mode"),
         ("f.yaml", "gds_config: 5\n", "write gds_config as a mapping"),
         ("f.yaml", "extra_config: [a]\n", "write extra_config as a mapping"),
     ] {
@@ -198,7 +199,7 @@ fn a_file_that_is_none_is_told_apart() {
         let e = Loader::bare().file(name).files(move |_| Ok(text.clone())).load().unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Config, "{e}");
         assert!(e.to_string().contains(part) && e.to_string().contains(name), "{e}");
-        assert!(!e.to_string().contains('\n'), "one line: {e}");
+        assert!(!e.to_string().contains('\n') && e.advice_text().is_some(), "one line, and what to do: {e}");
     }
     let e = Loader::bare().env([("FOREBAY_GDS_CONFIG", "{cache_dir: [")]).load().unwrap_err();
     assert!(e.to_string().contains("FOREBAY_GDS_CONFIG") && e.to_string().contains("quote it"), "{e}");
