@@ -160,6 +160,26 @@ fn a_directory_that_is_not_there_is_an_error_and_is_not_made() {
 }
 
 #[test]
+fn a_variable_that_names_no_level_hides_no_warning() {
+    let dir = folder();
+    let told = |of_log: &[(&str, &str)]| {
+        let variables = [&[("FOREBAY_CAPACTY", "1GiB"), ("FOREBAY_CACHE_DIR", "/a")], of_log].concat();
+        forebay_with(dir.path(), &["sync", "up"], &variables).expect(2).stderr
+    };
+    for (of_log, warns, names_none) in [
+        (&[("FOREBAY_LOG", "")][..], true, false),
+        (&[("FOREBAY_LOG", "inf")], true, true),
+        (&[("FOREBAY_LOG", "inf"), ("RUST_LOG", "error")], false, true),
+        (&[("FOREBAY_LOG", ""), ("RUST_LOG", "forebay_tools=error,info")], false, false),
+        (&[("FOREBAY_LOG", "OFF")], false, false),
+    ] {
+        let told = told(of_log);
+        let has = [told.contains("did you mean capacity?"), told.contains("FOREBAY_LOG=inf names no level")];
+        assert_eq!(has, [warns, names_none], "{of_log:?}: {told}");
+    }
+}
+
+#[test]
 fn a_standard_error_that_takes_nothing_changes_nothing() {
     let dir = folder();
     for (words, code) in [("probe nowhere", 1), ("probe .", 0), ("warm import nowhere --dry-run", 1)] {
