@@ -2,7 +2,7 @@
 //! to write instead.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use forebay::config::{Capacity, Loader, Settings};
+use forebay::config::{Capacity, Loader, Mode, Settings};
 use forebay::{Error, ErrorKind};
 use serde_json::{Value, json};
 
@@ -51,6 +51,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("min_free", r#""95%""#, "at most 90%"),
     ("min_free", r#""30%""#, "lower one of the two"),
     ("min_free", r#""-1GiB""#, "is not a size"),
+    ("min_free", r#"20"#, "use at least 16MiB, or 0; a size without a unit is in bytes"),
     ("staging", r#""64KiB""#, "at least 1MiB"),
     ("store_staging", r#"0"#, "at least 1MiB"),
     ("io_engine", r#""spdk""#, "use one of `auto`,"),
@@ -110,7 +111,8 @@ const CASES: &[(&str, &str, &str)] = &[
     ("remote_staging", r#""1MiB""#, "use at least 16MiB"),
     ("local_cpu", r#""cpu""#, "write true or false"),
     ("prefetch", r#""soon""#, "write true or false"),
-    ("max_local_cpu_size", r#""60 gallons""#, "is not a size"),
+    ("max_local_cpu_size", r#""60 gallons""#, "is not a size; write GiB"),
+    ("max_local_cpu_size", r#"5368709120"#, "a plain number is GiB"),
     ("enable_blending", r#""x""#, "write true or false"),
     ("blend_check_layers", r#"[-1]"#, "is not a whole number"),
     ("blend_recompute_ratios", r#""x""#, "is not a number"),
@@ -188,7 +190,8 @@ fn a_file_that_is_none_is_told_apart() {
         ("f.json", "{\"a\": ", "not valid JSON"),
         ("f.yaml", "just words", "holds no keys"),
         ("f.json", "[1]", "holds no keys"),
-        ("f.yaml", "mode: rw\nmode: ro\n", "not valid YAML"),
+        ("f.yaml", "mode: rw\nmode: ro\n", "duplicate mapping key: mode: f.yaml; correct that line"),
+        ("f.json", r#"{"mode": "rw", "mode": "ro"}"#, "duplicate mapping key: mode"),
         ("f.yaml", "gds_config: 5\n", "write gds_config as a mapping"),
         ("f.yaml", "extra_config: [a]\n", "write extra_config as a mapping"),
     ] {
@@ -196,7 +199,7 @@ fn a_file_that_is_none_is_told_apart() {
         let e = Loader::bare().file(name).files(move |_| Ok(text.clone())).load().unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Config, "{e}");
         assert!(e.to_string().contains(part) && e.to_string().contains(name), "{e}");
-        assert!(!e.to_string().contains('\n'), "one line: {e}");
+        assert!(!e.to_string().contains('\n') && e.advice_text().is_some(), "one line, and what to do: {e}");
     }
     let e = Loader::bare().env([("FOREBAY_GDS_CONFIG", "{cache_dir: [")]).load().unwrap_err();
     assert!(e.to_string().contains("FOREBAY_GDS_CONFIG") && e.to_string().contains("quote it"), "{e}");
@@ -223,6 +226,11 @@ fn settings_built_in_code_are_validated_too() {
     settings.capacity = Capacity::Bytes(1);
     let e = settings.validate().unwrap_err();
     assert!(e.to_string().starts_with("capacity: "), "{e}");
+    let mut settings = Settings::at("/a");
+    settings.drives[0].drain = true;
+    assert!(settings.validate().is_err());
+    settings.mode = Mode::Ro;
+    settings.validate().unwrap();
 }
 
 #[test]

@@ -304,28 +304,30 @@ fn unreadable(path: &Path, e: std::io::Error) -> Error {
 }
 
 fn parse_file(path: &Path, text: &str) -> Result<Map<String, Value>> {
-    let json = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
-    let parsed: std::result::Result<Value, String> = match text.trim() {
-        "" => Ok(Value::Null),
-        _ if json => serde_json::from_str(text).map_err(|e| e.to_string()),
-        _ => serde_saphyr::from_str(text).map_err(|e| first_line(&e)),
-    };
+    // JSON is YAML, and this reader refuses a key that stands there twice.
+    let parsed = if text.trim().is_empty() { Ok(Value::Null) } else { serde_saphyr::from_str(text) };
     match parsed {
         Ok(Value::Null) => Ok(Map::new()),
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(Error::new(ErrorKind::Config, "the settings file holds no keys")
             .at(path)
             .advice("write one `key: value` per line, or a JSON object")),
-        Err(reason) => {
+        Err(e) => {
+            let json = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
             let kind = if json { "JSON" } else { "YAML" };
-            Err(Error::new(ErrorKind::Config, format!("the settings file is not valid {kind}: {reason}")).at(path))
+            let reason = first_line(&e);
+            Err(Error::new(ErrorKind::Config, format!("the settings file is not valid {kind}: {reason}"))
+                .at(path)
+                .advice("correct that line; every key stands there once"))
         }
     }
 }
 
-/// The parser's message without the excerpt of the file below it.
+/// The parser's message, without its advice to programmers and the excerpt of the file below it.
 fn first_line(e: &serde_saphyr::Error) -> String {
-    e.to_string().lines().next().unwrap_or_default().to_owned()
+    let text = e.to_string();
+    let line = text.lines().next().unwrap_or_default();
+    line.split(", set DuplicateKeyPolicy").next().unwrap_or_default().to_owned()
 }
 
 fn settings_of(given: &Layer) -> Result<Settings> {

@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 use std::time::Duration;
 
 use super::warning::Origin;
-use super::{Capacity, MinFree, Settings};
+use super::{Capacity, MinFree, Mode, Settings};
 use crate::error::{Error, ErrorKind};
 
 const KIB: usize = 1 << 10;
@@ -16,6 +16,8 @@ const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
 /// In less, a segment would have room for no chunk of any real geometry.
 pub(super) const MIN_CAPACITY_BYTES: u64 = 16 << 20;
+/// More than a machine has: bytes were written where GiB are meant.
+const MAX_MEMORY_BYTES: u64 = 64 << 40;
 /// Far more than a digest has.
 const MAX_FINGERPRINT_BYTES: usize = 4096;
 /// Expiry is kept in 32 bits of Unix seconds.
@@ -179,7 +181,12 @@ fn drives(s: &Settings) -> Checked {
         }
     }
     let all_drain = !s.drives.is_empty() && s.drives.iter().all(|drive| drive.drain);
-    ensure(!all_drain, "drives", "every drive drains, so nothing could be stored", "leave one, or use mode: ro")
+    ensure(
+        !all_drain || s.mode == Mode::Ro,
+        "drives",
+        "every drive drains, so nothing could be stored",
+        "leave one, or use mode: ro",
+    )
 }
 
 fn memory(s: &Settings) -> Checked {
@@ -204,7 +211,12 @@ fn memory(s: &Settings) -> Checked {
         format!("{} bytes do not hold two requests of block_size, or are more than 16GiB", s.pinned_staging),
         "use at least twice block_size; 64MiB suits most drives",
     )?;
-    Ok(())
+    ensure(
+        s.max_local_cpu_size <= MAX_MEMORY_BYTES,
+        "max_local_cpu_size",
+        format!("no machine has {}", super::value::show_size(s.max_local_cpu_size)),
+        "write GiB, or a number with a unit: a plain number is GiB",
+    )
 }
 
 fn disk(s: &Settings) -> Checked {
@@ -226,6 +238,14 @@ fn disk(s: &Settings) -> Checked {
         )?,
         Some(Capacity::Percent(percent)) => between("tenant_quota", &percent, 0.1, 100.0, "%")?,
         None => {}
+    }
+    if let MinFree::Bytes(bytes) = s.min_free {
+        ensure(
+            bytes == 0 || bytes >= MIN_CAPACITY_BYTES,
+            "min_free",
+            format!("{bytes} bytes are too few"),
+            "use at least 16MiB, or 0; a size without a unit is in bytes",
+        )?;
     }
     if let MinFree::Percent(percent) = s.min_free {
         ensure(percent <= 90.0, "min_free", format!("{percent}% leaves no room"), "use at most 90%")?;

@@ -172,7 +172,8 @@ fn read_size(value: &Value, plain_unit: u64) -> Result<u64, String> {
         Value::Number(number) => parse_bytes(&number.to_string(), plain_unit),
         _ => None,
     };
-    size.ok_or_else(|| format!("{} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB", show(value)))
+    let plain = if plain_unit == 1 { "bytes" } else { "GiB" };
+    size.ok_or_else(|| format!("{} is not a size; write {plain}, or a number with KiB, MiB, GiB or TiB", show(value)))
 }
 
 /// Bytes from a number or a number with a unit: KiB, MiB, GiB, TiB (also K, M, G, T) are powers of

@@ -17,8 +17,6 @@ pub struct BudgetPage {
     pub drive: [u8; 16],
     /// Unix milliseconds of that moment.
     pub created_ms: u64,
-    /// Set while the drive is being drained: it is read but takes no new chunks.
-    pub draining: bool,
 }
 
 impl BudgetPage {
@@ -30,7 +28,6 @@ impl BudgetPage {
         le::put_u32(&mut b, 12, VERSION);
         le::put_bytes(&mut b, 16, &self.drive);
         le::put_u64(&mut b, 32, self.created_ms);
-        le::put_u32(&mut b, 40, u32::from(self.draining));
         let sum = crc_with_hole(&b, CRC_AT);
         le::put_u32(&mut b, CRC_AT, sum);
         b
@@ -53,6 +50,6 @@ impl BudgetPage {
         if le::get_u32(b, CRC_AT) != crc_with_hole(b, CRC_AT) {
             return Err(corrupt("BUDGET fails its CRC"));
         }
-        Ok(Self { drive: le::get_bytes(b, 16), created_ms: le::get_u64(b, 32), draining: le::get_u32(b, 40) & 1 == 1 })
+        Ok(Self { drive: le::get_bytes(b, 16), created_ms: le::get_u64(b, 32) })
     }
 }

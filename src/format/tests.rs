@@ -98,7 +98,7 @@ fn structures_come_back_as_they_were_written() {
     let (back, sum_back) = SlotHeader::decode(&bytes).unwrap();
     assert_eq!((&back, sum_back), (&header(&layout), sum));
     assert!(back.fits(&layout) && back.tlv(99) == Some(&[2; 3][..]));
-    let budget = BudgetPage { drive: [1; 16], created_ms: 2, draining: true };
+    let budget = BudgetPage { drive: [1; 16], created_ms: 2 };
     assert_eq!(BudgetPage::decode(&budget.encode()).unwrap(), budget);
 }
 

@@ -55,17 +55,20 @@ pub struct RemoteStore {
 }
 
 impl RemoteStore {
-    /// The store that the options name; it is asked nothing yet.
+    /// The store that the options name; it is asked nothing yet, but for whether it is there where
+    /// it is a directory: one that is not would look like an empty store.
     ///
     /// # Errors
-    /// As [`Remote::open`](super::Remote::open).
+    /// As [`Remote::open`](super::Remote::open); `NotFound` for a directory that is not there.
     pub fn open(options: &RemoteOptions) -> Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(1).build();
-        Ok(Self {
+        let store = Self {
             bucket: RemoteBucket::open(&options.url, &options.env, options.timeout)?,
             timeout: options.timeout,
             runtime: Some(runtime.map_err(|e| Error::io("cannot talk to the remote store", e))?),
-        })
+        };
+        store.ask("list", store.bucket.check_root())?;
+        Ok(store)
     }
 
     /// The shards that have chunks there: namespace and shard.
@@ -238,6 +241,9 @@ fn explained(what: &str, e: StoreError) -> Error {
         (StoreError::Unauthenticated { .. }, _) => (ErrorKind::Permission, known),
         (StoreError::PermissionDenied { .. }, _) => (ErrorKind::Permission, rights),
         (StoreError::NotFound { .. }, _) => (ErrorKind::NotFound, absent),
+        (StoreError::Generic { store: "remote_url", .. }, _) => {
+            (ErrorKind::NotFound, "mount what is to be there, or correct remote_url")
+        }
         // For a list the crate has the status in its text alone.
         _ if text.contains("401 Unauthorized") => (ErrorKind::Permission, known),
         _ if text.contains("403 Forbidden") => (ErrorKind::Permission, rights),

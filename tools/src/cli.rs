@@ -14,7 +14,8 @@ pub(crate) struct Cli {
     /// No progress bars.
     #[arg(long, short, global = true)]
     pub(crate) quiet: bool,
-    /// More log lines on standard error (-v info, -vv debug); `FOREBAY_LOG` overrides it.
+    /// More log lines on standard error (-v info, -vv debug); `FOREBAY_LOG` and `RUST_LOG`
+    /// override it.
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,
     #[command(subcommand)]

@@ -86,15 +86,20 @@ fn name(files: &LaneDir) -> String {
     format!("{}/{}/{}", files.namespace, files.shard, files.name)
 }
 
+/// What helps where the system refuses to read, and says no more.
+const NO_ACCESS: &str = "run this as the servers' user; if that is no help, see what the kernel log says of the drive";
+
 /// The command that helps a lane of which `what` is wrong, as it can be pasted.
 fn remedy(directory: &Path, files: &LaneDir, what: &str) -> String {
     let directory = quoted(directory);
     if files.is_lost() {
         return format!("forebay fsck repair {directory}");
     }
-    // A lane of another version cannot be rebuilt: the error itself says what can be done.
     match RawLane::read(files) {
-        Err(e) if e.kind() == ErrorKind::Incompatible => what.to_owned(),
+        // A lane of another version, or one that cannot be read, cannot be rebuilt.
+        Err(e) if !matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => {
+            e.advice_text().map_or(NO_ACCESS, |_| what).to_owned()
+        }
         _ => format!("forebay fsck rebuild {directory}"),
     }
 }
@@ -130,13 +135,12 @@ fn check(place: &CacheArgs, context: &Context) -> Result<Outcome> {
                     "gone": c.gone, "sealed": c.sealed, "free": c.free, "open": c.open,
                     "journal_pages": c.journal_pages, "disk_bytes": c.disk_bytes, "damage": damage, "remedy": help})
             }
-            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound) => {
+            Err(e) => {
                 clean = false;
                 let what = if files.is_lost() { "its data.kv is gone".to_owned() } else { e.to_string() };
                 let help = remedy(&place.directory, &files, &what);
                 json!({"lane": name(&files), "in_use": files.in_use(), "damage": [{"what": what}], "remedy": help})
             }
-            Err(e) => return Err(e),
         };
         reports.push(report);
     }
@@ -233,11 +237,11 @@ fn dump(place: &CacheArgs) -> Result<Outcome> {
     }
     let damaged: usize = found.iter().flat_map(|(_, raw)| raw).map(|l| l.damage.len()).sum();
     if damaged > 0 {
-        eprintln!("forebay: {damaged} places of the index are damaged, and what they held is not in this list");
+        out::tell(&format!("{damaged} places of the index are damaged, and what they held is not in this list"));
     }
-    unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+    unreadable.iter().for_each(|problem| out::tell(&format!("passed over {problem}")));
     if damaged > 0 || !unreadable.is_empty() {
-        eprintln!("what helps: forebay fsck check {}", quoted(&place.directory));
+        out::tell(&format!("what helps: forebay fsck check {}", quoted(&place.directory)));
         return Ok(Outcome::Problem);
     }
     Ok(Outcome::Done)

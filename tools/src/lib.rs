@@ -6,6 +6,9 @@
 //! module. Results go to standard output, everything else (progress, warnings, errors) to standard
 //! error, so that output can be piped.
 
+// These macros panic where standard error cannot be written to; `out::tell` does not.
+#![cfg_attr(not(test), deny(clippy::print_stderr))]
+
 mod bench;
 mod cli;
 mod demo;
@@ -34,6 +37,8 @@ use std::io::Write as _;
 
 use clap::Parser as _;
 use forebay::ErrorKind;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 use crate::cli::{Cli, Command};
 use crate::out::{Context, Outcome};
@@ -63,7 +68,7 @@ fn code_of(outcome: forebay::Result<Outcome>) -> u8 {
     match outcome {
         Ok(outcome) => outcome.exit_code(),
         Err(e) => {
-            eprintln!("forebay: {e}");
+            out::tell(&e.to_string());
             match e.kind() {
                 ErrorKind::InvalidInput | ErrorKind::Config => out::EXIT_USAGE,
                 _ => out::EXIT_FAILED,
@@ -87,6 +92,20 @@ fn dispatch(command: Command, context: &Context) -> forebay::Result<Outcome> {
     }
 }
 
+/// What the variable says of logging; `None` where it is empty, or says nothing of it.
+fn filter_of(variable: &str) -> Option<EnvFilter> {
+    let value = std::env::var(variable).ok().filter(|value| !value.trim().is_empty())?;
+    // Any other word is taken for the name of a module, and all others would be silent.
+    let is_level = |word: &str| !word.is_empty() && word.parse::<LevelFilter>().is_ok();
+    let has_level = value.split([',', '=']).any(|word| is_level(word.trim()));
+    let filter = EnvFilter::try_new(&value).ok().filter(|_| has_level);
+    if filter.is_none() {
+        let levels = "off, error, warn, info, debug or trace";
+        out::tell(&format!("warning: {variable}={value} names no level, and is passed over; write {levels}"));
+    }
+    filter
+}
+
 /// Logs to standard error: `FOREBAY_LOG` decides, then `RUST_LOG`, then `-v`.
 fn init_logging(verbose: u8) {
     use std::io::IsTerminal as _;
@@ -96,14 +115,14 @@ fn init_logging(verbose: u8) {
         2 => "debug",
         _ => "trace",
     };
-    let filter = ["FOREBAY_LOG", "RUST_LOG"]
-        .iter()
-        .find_map(|name| tracing_subscriber::EnvFilter::try_from_env(name).ok())
-        .unwrap_or_else(|| tracing_subscriber::EnvFilter::new(default));
+    let filter = ["FOREBAY_LOG", "RUST_LOG"].into_iter().find_map(filter_of);
+    let filter = filter.unwrap_or_else(|| EnvFilter::new(default));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
+        // It would say by a panic that standard error cannot be written to.
+        .log_internal_errors(false)
         .init();
 }

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
+use forebay::Result;
 use forebay::key::ChunkKey;
 use forebay::log::fsck::{LaneDir, RawLane, lanes, live};
 use forebay::remote::RemoteObject;
-use forebay::{ErrorKind, Result};
 use serde_json::{Value, json};
 
 use crate::out::{self, Context, Outcome};
@@ -47,11 +47,11 @@ pub(crate) fn shards(directory: &Path) -> Result<(Vec<Shard>, Vec<String>)> {
     for files in lanes(directory)? {
         let raw = match RawLane::read(&files) {
             Ok(raw) => raw,
-            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound) => {
+            // Damaged, or not to be read: that keeps no other lane back.
+            Err(e) => {
                 unreadable.push(format!("{}: {e}", files.path().display()));
                 continue;
             }
-            Err(e) => return Err(e),
         };
         let same =
             |s: &&mut Shard| s.0.first().is_some_and(|f| (&f.namespace, &f.shard) == (&files.namespace, &files.shard));
@@ -135,7 +135,7 @@ pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
     }
     rows.extend(remote.rest());
     for problem in &unreadable {
-        eprintln!("forebay: passed over {problem}");
+        out::tell(&format!("passed over {problem}"));
     }
     if context.json {
         out::print_json(&rows)?;

@@ -55,6 +55,11 @@ pub(crate) fn print(text: &str) -> Result<()> {
     }
 }
 
+/// Writes a line to standard error. Where nobody can read it, the work goes on.
+pub(crate) fn tell(text: &str) {
+    let _ = writeln!(std::io::stderr(), "forebay: {text}");
+}
+
 /// `value` as indented JSON with a final line break.
 pub(crate) fn to_json<T: Serialize>(value: &T) -> Result<String> {
     let mut text = serde_json::to_string_pretty(value)

@@ -165,7 +165,7 @@ fn remove(
         done.freed_bytes += here()?.freed_bytes;
     }
     for lane in &done.unreadable {
-        eprintln!("forebay: {}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard);
+        out::tell(&format!("{}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard));
     }
     if let Some(report) = report.as_object_mut() {
         report.insert("lanes_in_use".into(), json!(done.lanes_in_use));
@@ -222,9 +222,9 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         }
         targets.push(target);
     }
+    let store = remote.map(RemoteStore::open).transpose()?;
     // Other caches may use the same store: what only the store has goes where it is named.
-    if let Some((options, wanted)) = remote.zip(args.namespace.as_ref()) {
-        let store = RemoteStore::open(options)?;
+    if let Some((store, wanted)) = store.zip(args.namespace.as_ref()) {
         for (namespace, shard) in store.shards()? {
             if targets.iter().any(|t| (&t.namespace, &t.shard) == (&namespace, &shard)) {
                 continue;
@@ -256,8 +256,8 @@ fn asked(context: &Context) -> Result<bool> {
         return Ok(false);
     }
     let failed = |e| Error::io("cannot ask", e);
-    eprint!("Remove all of this? [y/N] ");
-    std::io::stderr().flush().map_err(failed)?;
+    let mut stderr = std::io::stderr();
+    write!(stderr, "Remove all of this? [y/N] ").and_then(|()| stderr.flush()).map_err(failed)?;
     let mut line = String::new();
     std::io::stdin().lock().read_line(&mut line).map_err(failed)?;
     Ok(matches!(line.trim(), "y" | "Y" | "yes"))

@@ -32,7 +32,7 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let Some(dir) = self.0.take() else { return };
         if let Err(e) = remove_tree(&dir.keep()) {
-            eprintln!("forebay: warning: {e}");
+            crate::out::tell(&format!("warning: {e}"));
         }
     }
 }

@@ -94,7 +94,7 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     let namespaces: Vec<Value> =
         namespaces.into_iter().map(|(name, shards)| json!({"namespace": name, "shards": shards})).collect();
     Ok(json!({"directory": directory.display().to_string(), "drive_id": budget.as_ref().map(|b| hex(&b.drive)),
-        "draining": budget.as_ref().map(|b| b.draining), "budget_damage": budget_damage, "disk_bytes": disk_bytes,
+        "budget_damage": budget_damage, "disk_bytes": disk_bytes,
         "reserved_bytes": reserved, "tables_bytes": disk_bytes.saturating_sub(of_lanes),
         "capacity_bytes": capacity, "capacity_left_bytes": capacity.map(|c| c.saturating_sub(disk_bytes)),
         "file_system_bytes": total, "free_bytes": free, "min_free_bytes": args.min_free,
@@ -185,9 +185,6 @@ fn show(drive: &Value) -> Result<()> {
     head += &format!("; file system {} free of {}", size(&drive["free_bytes"]), size(&drive["file_system_bytes"]));
     if !drive["min_free_bytes"].is_null() {
         head += &format!(", {} above the floor", size(&drive["free_above_floor_bytes"]));
-    }
-    if drive["draining"] == true {
-        head += "; draining";
     }
     out::print(&format!("{head}; format version {VERSION}\n"))?;
     if let (Some(what), Some(remedy)) =

@@ -128,6 +128,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
         Error::new(ErrorKind::InvalidInput, "no remote store is named")
             .advice("name it with --remote, or its settings with --config")
     })?;
+    let store = RemoteStore::open(&options)?;
     stop::listen()?;
     let sync = Sync { settings, options, context };
     let mut reports = Reports::default();
@@ -139,7 +140,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
             reports.add(job, |report| sync.up(job, report));
         }
     } else {
-        let (jobs, all) = sync.remote_shards(args)?;
+        let (jobs, all) = sync.remote_shards(args, &store)?;
         is_whole = all;
         let missing = sync.missing(&jobs);
         let mut rest: u64 = missing.iter().sum();
@@ -174,9 +175,10 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
 
 /// The server's settings, but for what decides what is stored: everything that was asked for is.
 fn settings(args: &SyncArgs, up: bool) -> Result<Settings> {
-    let mut settings = crate::settings::load(args.config.as_deref(), args.remote.as_deref(), &args.directories)?;
+    let mode = if up { Mode::Ro } else { Mode::Rw };
+    let named = (args.config.as_deref(), args.remote.as_deref());
+    let mut settings = crate::settings::load(named, &args.directories, Some(mode))?;
     settings.require_drives()?;
-    settings.mode = if up { Mode::Ro } else { Mode::Rw };
     (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
     Ok(settings)
 }
@@ -244,7 +246,7 @@ impl Sync<'_> {
         let mut is_whole = true;
         for drive in &self.settings.drives {
             let (found, unreadable) = shards(&drive.path)?;
-            unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+            unreadable.iter().for_each(|problem| out::tell(&format!("passed over {problem}")));
             is_whole &= unreadable.is_empty();
             for (files, raw) in &found {
                 let Some(first) = files.first() else { continue };
@@ -267,7 +269,7 @@ impl Sync<'_> {
             let geometry = match geometries.remove(&(namespace.clone(), shard.clone())) {
                 Some(Ok(geometry)) => geometry,
                 Some(Err(e)) => {
-                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    out::tell(&format!("passed over {namespace}/{shard}: {e}"));
                     is_whole = false;
                     continue;
                 }
@@ -287,15 +289,14 @@ impl Sync<'_> {
 
     /// The shards of the store, with what it has of them; whether none that has chunks was passed
     /// over.
-    fn remote_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<RemoteObject>>, bool)> {
-        let store = RemoteStore::open(&self.options)?;
+    fn remote_shards(&self, args: &SyncArgs, store: &RemoteStore) -> Result<(Vec<Job<RemoteObject>>, bool)> {
         let (mut jobs, mut is_whole) = (Vec::new(), true);
         for (namespace, shard) in store.shards()? {
             let geometry = match store.geometry(&namespace, &shard) {
                 // Another program's folder, or a server ended before it had described its first
                 // chunk. The others can be brought all the same.
                 Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {
-                    eprintln!("forebay: passed over {namespace}/{shard}: {e}");
+                    out::tell(&format!("passed over {namespace}/{shard}: {e}"));
                     let is_meant = args.namespace.as_ref().is_none_or(|wanted| *wanted == namespace);
                     is_whole &= !is_meant || store.objects(&namespace, &shard)?.is_empty();
                     continue;

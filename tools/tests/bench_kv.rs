@@ -33,6 +33,17 @@ fn what_one_process_stores_another_loads_and_verifies_in_another_layout() {
 }
 
 #[test]
+fn the_directories_above_the_caches_are_not_made() {
+    let dir = folder();
+    let run = bench(dir.path(), "--rw store --model tiny --size 128k --directory away/cache --keep").expect(1);
+    assert!(
+        run.stderr.contains("make the directories above it") && !dir.path().join("away").exists(),
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
 fn flipped_bytes_are_misses_and_never_wrong_bytes() {
     let dir = folder();
     bench(dir.path(), &format!("--rw store {COMMON}")).expect(0);

@@ -38,6 +38,21 @@ fn the_active_path_is_named_with_the_reasons_against_better_ones() {
 }
 
 #[test]
+fn the_path_is_that_which_the_settings_choose() {
+    let dir = folder();
+    let with = |engine| {
+        let json = forebay_with(dir.path(), &["probe", "--json"], &[("FOREBAY_IO_ENGINE", engine)]);
+        (json.code, json.json())
+    };
+    let (code, json) = with("threads");
+    assert_eq!((code, &json["path"]["active"]), (0, &"threads".into()), "{json}");
+    assert_eq!(findings(&json, "io_uring")[0].0, "ok", "{json}");
+    let (code, json) = with("uring");
+    let (active, level) = (&json["path"]["active"], &*findings(&json, "io_uring")[0].0);
+    assert!([("io_uring", "ok", 0), ("", "fail", 3)].contains(&(active.as_str().unwrap_or(""), level, code)), "{json}");
+}
+
+#[test]
 fn the_trial_of_cufile_prints_one_line_whatever_happens() {
     let dir = folder();
     for args in [&["--gpu", "4000000"][..], &[]] {
@@ -113,9 +128,24 @@ fn a_cache_that_does_not_open_is_a_failure_with_the_command_that_helps() {
     let json = probe(dir.path(), &["cache", "--json"]).expect(0).json();
     assert!(json["directory"]["cache"]["chunks_and_objects"].as_u64().unwrap() > 0, "{json}");
     assert_eq!(findings(&json, "cache").len(), 1);
+    let drives = format!(r#"[{{"path": "{}", "drain": true}}, "/else/where"]"#, dir.path().join("cache").display());
+    let variables = [("FOREBAY_MIN_FREE", "0"), ("FOREBAY_DRIVES", &*drives)];
+    let json = forebay_with(dir.path(), &["probe", "cache", "--json"], &variables).expect(0).json();
+    let (level, found, remedy) = &findings(&json, "cache")[0];
+    assert!(level == "warn" && found.contains("nothing new is stored") && remedy == "set drain: false", "{json}");
     std::fs::write(dir.path().join("cache/BUDGET"), [0; 4096]).unwrap();
     let run = probe(dir.path(), &["cache"]).expect(3);
     assert!(run.stdout.contains("remedy: forebay fsck repair ") && run.stdout.contains("1 failure"), "{}", run.stdout);
+}
+
+#[test]
+fn a_directory_may_have_any_name() {
+    use std::os::unix::ffi::OsStrExt as _;
+    let dir = folder();
+    let odd = dir.path().join(std::ffi::OsStr::from_bytes(b"odd\xff"));
+    std::fs::create_dir(&odd).unwrap();
+    let json = probe(&odd, &["--json"]).expect(0).json();
+    assert!(json["directory"]["path"].as_str().unwrap().ends_with("odd\u{fffd}"), "{json}");
 }
 
 #[test]
@@ -127,6 +157,41 @@ fn a_directory_that_is_not_there_is_an_error_and_is_not_made() {
     std::fs::write(dir.path().join("file"), "").unwrap();
     let run = probe(dir.path(), &["file"]).expect(3);
     assert!(run.stdout.contains("not a directory"), "{}", run.stdout);
+}
+
+#[test]
+fn a_variable_that_names_no_level_hides_no_warning() {
+    let dir = folder();
+    let told = |of_log: &[(&str, &str)]| {
+        let variables = [&[("FOREBAY_CAPACTY", "1GiB"), ("FOREBAY_CACHE_DIR", "/a")], of_log].concat();
+        forebay_with(dir.path(), &["sync", "up"], &variables).expect(2).stderr
+    };
+    for (of_log, warns, names_none) in [
+        (&[("FOREBAY_LOG", "")][..], true, false),
+        (&[("FOREBAY_LOG", "inf")], true, true),
+        (&[("FOREBAY_LOG", "inf"), ("RUST_LOG", "error")], false, true),
+        (&[("FOREBAY_LOG", ""), ("RUST_LOG", "forebay_tools=error,info")], false, false),
+        (&[("FOREBAY_LOG", "OFF")], false, false),
+    ] {
+        let told = told(of_log);
+        let has = [told.contains("did you mean capacity?"), told.contains("FOREBAY_LOG=inf names no level")];
+        assert_eq!(has, [warns, names_none], "{of_log:?}: {told}");
+    }
+}
+
+#[test]
+fn a_standard_error_that_takes_nothing_changes_nothing() {
+    let dir = folder();
+    for (words, code) in [("probe nowhere", 1), ("probe .", 0), ("warm import nowhere --dry-run", 1)] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let run = std::process::Command::new(env!("CARGO_BIN_EXE_forebay"))
+            .args(words.split(' '))
+            .current_dir(dir.path())
+            .envs([("FOREBAY_LOG", "trace"), ("FOREBAY_MIN_FREE", "0")])
+            .stderr(full)
+            .output();
+        assert_eq!(run.unwrap().status.code(), Some(code), "{words}");
+    }
 }
 
 #[test]

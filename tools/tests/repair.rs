@@ -293,6 +293,27 @@ fn a_lane_that_cannot_be_rebuilt_does_not_keep_others_from_it() {
     assert_eq!(stored(&open(dir.path())).len(), 20);
 }
 
+#[test]
+fn a_lane_that_cannot_be_read_does_not_keep_others_from_being_listed_checked_and_removed() {
+    let dir = folder();
+    close(filled(dir.path()));
+    let good = lane(dir.path());
+    let namespace = good.ancestors().nth(2).unwrap().file_name().unwrap().to_str().unwrap();
+    hopeless_lane(dir.path());
+    let index = dir.path().join("0".repeat(32)).join("s0/lane0/index.kv");
+    std::fs::remove_file(&index).unwrap();
+    std::fs::create_dir(&index).unwrap();
+    let rows = forebay(dir.path(), &["ls", ".", "--json"]).expect(3).json();
+    assert_eq!(rows.as_array().unwrap().len(), 20);
+    for words in ["stat .", "fsck check .", "fsck deep .", "fsck repair . --dry-run"] {
+        let run = forebay(dir.path(), &words.split(' ').collect::<Vec<_>>()).expect(3);
+        assert!(run.stdout.contains("something else lies where the cache has a file"), "{words}: {}", run.stdout);
+        assert!(!run.stdout.contains("fsck rebuild"), "{words}: {}", run.stdout);
+    }
+    forebay(dir.path(), &["purge", ".", "--namespace", namespace, "--yes"]).expect(0);
+    assert!(!good.exists());
+}
+
 /// The user that a process without rights over others' files runs as.
 const NOBODY: u32 = 65_534;
 

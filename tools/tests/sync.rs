@@ -298,6 +298,19 @@ fn an_interrupted_sync_says_what_it_has_done_and_goes_on_from_there() {
     assert!(w.server.puts().iter().all(|puts| *puts == 1), "{:?}", w.server.puts());
 }
 
+#[test]
+fn a_directory_that_is_not_there_is_no_empty_store() {
+    let w = World::new();
+    let url = format!("file://{}/away", w.root.path().display());
+    for words in ["ls a", "stat a", "sync up a", "sync down b", "purge a --all --yes"] {
+        let told = w.run(&format!("{words} --remote {url}")).expect(1).stderr;
+        assert!(told.contains("away is no directory") && told.contains("or correct remote_url"), "{words}: {told}");
+    }
+    assert!(!w.chunks("a").is_empty());
+    let (level, found, _) = probed(w.dir.path(), &url, &w.env());
+    assert!(level == "warn" && found.contains("away is no directory"), "{level}: {found}");
+}
+
 /// Level and remedy of what `probe` finds about the remote store.
 fn probed(dir: &Path, url: &str, env: &[(String, String)]) -> (String, String, Value) {
     let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();

@@ -92,6 +92,23 @@ fn nothing_to_import_is_an_error() {
 }
 
 #[test]
+fn a_cache_that_does_not_open_ends_the_import_and_is_no_fault_of_the_dumps() {
+    let dir = folder();
+    ["a.safetensors", "b.safetensors"].iter().for_each(|name| tiny(&dir.path().join(name), 16));
+    let import = ["warm", "import", ".", "--directory", "cache", "--model", "tiny"];
+    std::fs::create_dir(dir.path().join("cache")).unwrap();
+    std::fs::write(dir.path().join("cache/BUDGET"), [0; 4096]).unwrap();
+    for more in [&[][..], &["--dry-run"]] {
+        let run = forebay(dir.path(), &[&import[..], more].concat()).expect(1);
+        assert!(run.stderr.contains("BUDGET") && !run.stdout.contains("skipped"), "{}{}", run.stdout, run.stderr);
+    }
+    std::fs::remove_dir_all(dir.path().join("cache")).unwrap();
+    std::fs::write(dir.path().join("cache"), "").unwrap();
+    let run = forebay(dir.path(), &import).expect(2);
+    assert!(run.stderr.contains("not a directory"), "{}", run.stderr);
+}
+
+#[test]
 fn an_import_is_verified_resumable_and_found_again() {
     let dir = folder();
     tiny(&dir.path().join("a.safetensors"), 40);

@@ -35,8 +35,8 @@ impl FsKind {
             "nfs" | "nfs4" | "cifs" | "smb3" | "smbfs" | "ceph" | "lustre" | "glusterfs" | "gpfs" | "beegfs"
             | "wekafs" | "ocfs2" | "gfs2" | "afs" | "orangefs" | "pvfs2" => Self::Network,
             "fuse" | "fuseblk" | "virtiofs" | "9p" | "vboxsf" => Self::Fuse,
-            "fuse.glusterfs" | "fuse.ceph" | "fuse.sshfs" | "fuse.s3fs" | "fuse.gcsfuse" | "fuse.juicefs"
-            | "fuse.rclone" | "fuse.mount-s3" | "fuse.goofys" | "fuse.blobfuse2" => Self::Network,
+            "fuse.glusterfs" | "fuse.ceph" | "fuse.ceph-fuse" | "fuse.sshfs" | "fuse.s3fs" | "fuse.gcsfuse"
+            | "fuse.juicefs" | "fuse.rclone" | "fuse.mount-s3" | "fuse.goofys" | "fuse.blobfuse2" => Self::Network,
             other if other.starts_with("fuse.") => Self::Fuse,
             _ => Self::Local,
         }
@@ -206,6 +206,7 @@ broken line
             ("nfs4", FsKind::Network),
             ("cifs", FsKind::Network),
             ("fuse.juicefs", FsKind::Network),
+            ("fuse.ceph-fuse", FsKind::Network),
             ("fuse.mergerfs", FsKind::Fuse),
             ("virtiofs", FsKind::Fuse),
         ] {

@@ -49,11 +49,6 @@ impl Budget {
         BudgetPage::decode(&bytes).map_err(|e| e.at(&path))
     }
 
-    /// Whether the drive is being drained, as the file says now.
-    pub(in crate::log) fn is_draining(&self) -> bool {
-        Self::read(&self.root).map_or(self.page.draining, |p| p.draining)
-    }
-
     /// Bytes that the cache takes on the drive.
     pub(in crate::log) fn used_bytes(&self) -> Result<u64> {
         allocated_below(&self.root)
@@ -116,16 +111,14 @@ fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
     let failed = |e| Error::io("cannot read or write BUDGET", e).at(path);
     let len = file.metadata().map_err(failed)?.len();
     if len == 0 {
-        let page = BudgetPage { drive: paths::random_id()?, created_ms: now_ms, draining: false };
+        let page = BudgetPage { drive: paths::random_id()?, created_ms: now_ms };
         file.write_all_at(&page.encode(), 0).and_then(|()| file.sync_all()).map_err(failed)?;
         return Ok(page);
     }
     let mut bytes = vec![0; PAGE_BYTES.min(len as usize)];
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
     BudgetPage::decode(&bytes).map_err(|e| match e.kind() {
-        ErrorKind::Corrupt => {
-            e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew; set draining again if it was set")
-        }
+        ErrorKind::Corrupt => e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew"),
         _ => e.at(path),
     })
 }

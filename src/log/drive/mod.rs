@@ -102,7 +102,6 @@ pub(super) struct Volume {
     seen_lanes: AtomicU64,
     /// The generation of the lanes whose names are durable.
     durable_lanes: AtomicU64,
-    draining: AtomicBool,
     scanning: Mutex<()>,
     pub(super) policy: PolicyFile,
     pub(super) helpers: Helpers,
@@ -210,7 +209,6 @@ impl Volume {
         let drive_bytes = drive_bytes.unwrap_or_else(|| io::file_system_bytes(&root).map_or(0, |(all, _)| all));
         let written = (ctx.options.clock.boot_ns(), io.write.stats().counts().bytes);
         let wear = Wear::new(drive_bytes, ctx.options.write_budget_dwpd, written);
-        let draining = ctx.options.drive(number).drain || budget.as_ref().is_some_and(|b| b.page.draining);
         Self {
             ctx: Arc::clone(ctx),
             number,
@@ -227,7 +225,6 @@ impl Volume {
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
             durable_lanes: AtomicU64::new(u64::MAX),
-            draining: AtomicBool::new(draining),
             scanning: Mutex::new(()),
             rounds: AtomicU64::new(0),
             policy: PolicyFile::default(),
@@ -524,16 +521,9 @@ impl Volume {
         Err(e.advice("mount the file system again, and restart the processes that use the cache"))
     }
 
-    /// Whether the drive was being drained when the maintenance thread last looked.
+    /// Whether the drive takes no new chunks.
     pub(super) fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Relaxed)
-    }
-
-    /// Looks whether the drive is being drained.
-    pub(super) fn note_draining(&self) {
-        let set = self.ctx.options.drive(self.number).drain;
-        let draining = set || self.budget.as_ref().is_some_and(|b| b.is_draining());
-        self.draining.store(draining, Ordering::Relaxed);
+        self.ctx.options.drive(self.number).drain
     }
 
     /// Asks the maintenance thread to look for room.

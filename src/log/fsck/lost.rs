@@ -35,7 +35,7 @@ pub fn budget_damage(cache_dir: &Path) -> Result<Option<Error>> {
 
 /// Writes a damaged `BUDGET` file anew, with the drive's identity that its lanes name. It is
 /// written in place and under its lock, so that running processes, which have it open, still share
-/// one lock. Whether the drive was being drained is forgotten.
+/// one lock.
 ///
 /// # Errors
 /// `Incompatible` for one of a newer version; `Corrupt` where it may be somebody else's: there is
@@ -57,7 +57,7 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
     let of_lanes = lanes.iter().map(|lane| lane.superblock.drive).find(|drive| *drive != [0; 16]);
     let drive = of_lanes.map_or_else(paths::random_id, Ok)?;
     let created_ms = lanes.iter().map(|lane| lane.superblock.created_ms).min().unwrap_or(now_ms);
-    let page = BudgetPage { drive, created_ms, draining: false };
+    let page = BudgetPage { drive, created_ms };
     let file = lock.file();
     file.write_all_at(&page.encode(), 0).map_err(failed)?;
     file.set_len(PAGE_BYTES as u64).and_then(|()| file.sync_all()).map_err(failed)

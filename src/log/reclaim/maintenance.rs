@@ -114,7 +114,6 @@ impl Maintenance {
         if volume.is_lost() {
             return;
         }
-        volume.note_draining();
         quota::count(volume);
         if let Err(e) = volume.adopt_orphans() {
             tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");

@@ -110,7 +110,7 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
         return Err(e);
     }
     if let Some(signal) = stop::signal().filter(|_| results.is_empty()) {
-        eprintln!("forebay: interrupted before anything was measured");
+        out::tell("interrupted before anything was measured");
         return Ok(Outcome::Interrupted(signal));
     }
     let text = if json {
@@ -127,11 +127,11 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
         write_file(path, &report::html::document(&results, &head(&place, &results))?)?;
     }
     if let Some(e) = failed {
-        eprintln!("forebay: the figures are of what ran before a job failed");
+        out::tell("the figures are of what ran before a job failed");
         return Err(e);
     }
     if let Some(signal) = stop::signal() {
-        eprintln!("forebay: interrupted: the figures are of what ran until then");
+        out::tell("interrupted: the figures are of what ran until then");
         return Ok(Outcome::Interrupted(signal));
     }
     let problem = results.iter().any(|r| r.forebay.wrong_bytes.unwrap_or(0) > 0 || r.forebay.corrupt.unwrap_or(0) > 0);
@@ -178,10 +178,10 @@ fn jobs(args: &BenchArgs) -> Result<Vec<Job>> {
     }
     let file = jobfile::read(path, &args.section)?;
     if !file.ignored.is_empty() {
-        eprintln!(
-            "forebay: warning: options of the job file that forebay does not have, and that change no figure, were ignored: {}",
+        out::tell(&format!(
+            "warning: options of the job file that forebay does not have, and that change no figure, were ignored: {}",
             file.ignored.join(", ")
-        );
+        ));
     }
     file.jobs.into_iter().map(|(name, options)| Job::new(options, &name)).collect()
 }

@@ -31,7 +31,7 @@ pub(crate) struct RepairArgs {
 const AFTER_HELP: &str = "\
 Every slot is read and checked, as `fsck deep` does. Chunks whose bytes are not those that were stored are dropped for good, and are stored \
 again when they are computed or imported again. Lanes that have lost their data.kv are removed, and a damaged BUDGET file is written \
-anew (whether the drive was being drained is forgotten). A damaged index is left for `fsck rebuild`, and reported.
+anew. A damaged index is left for `fsck rebuild`, and reported.
 
 Servers that use the cache must be stopped: only the process that writes a lane may change it. A server that runs drops a bad chunk \
 itself when a load meets it.
@@ -78,13 +78,7 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
         }
         let damage = match RawLane::read(&files) {
             Ok(raw) => raw.damage.first().map(|d| d.what.clone()),
-            Err(e) => match fault_of_lane(e) {
-                Ok(what) => Some(what),
-                Err(e) => {
-                    report.leave(&files, &e);
-                    continue;
-                }
-            },
+            Err(e) => Some(e.to_string()),
         };
         if let Some(what) = damage {
             let remedy = remedy(directory, &files, &what);
@@ -113,14 +107,6 @@ impl Report {
     fn leave(&mut self, files: &LaneDir, error: &Error) {
         let what = error.to_string();
         self.left.push(json!({"lane": name(files), "what": what, "remedy": what}));
-    }
-}
-
-/// An error that says what is wrong with a lane's files, as text; any other error is returned.
-fn fault_of_lane(e: Error) -> Result<String> {
-    match e.kind() {
-        ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound => Ok(e.to_string()),
-        _ => Err(e),
     }
 }
 

@@ -3,7 +3,7 @@
 //! A `fail` keeps a cache from opening or from storing anything, a `warn` costs speed or safety.
 //! The judgement reads nothing itself, so that tests can give it any machine.
 
-use forebay::config::{Mode, Settings};
+use forebay::config::{IoEngine, Mode, Settings};
 use forebay::{Error, io::IoPath};
 use serde::Serialize;
 
@@ -160,7 +160,10 @@ fn hugepages(m: &Machine, settings: &Settings) -> Finding {
 }
 
 /// Whether io_uring can be used: as the trial in the directory says, else as the kernel answered.
-pub(super) fn io_uring(ring: &IoUring, path: Option<&PathFound>) -> Finding {
+pub(super) fn io_uring(ring: &IoUring, path: Option<&PathFound>, engine: IoEngine) -> Finding {
+    if engine == IoEngine::Threads {
+        return Finding::ok("io_uring", "not used: the settings choose threads");
+    }
     let reason = path.and_then(|p| p.not_active.iter().find(|r| r.path == IoPath::IoUring.as_str()));
     let (found, advice) = match (reason, &ring.error) {
         (Some(Reason { reason, .. }), _) => reason.split_once("; ").unwrap_or((reason, "see the kernel log")),
@@ -172,12 +175,16 @@ pub(super) fn io_uring(ring: &IoUring, path: Option<&PathFound>) -> Finding {
         2 => "sysctl kernel.io_uring_disabled=0",
         _ => advice,
     };
+    if engine == IoEngine::Uring {
+        let found = format!("refused, and the settings ask for it: {found}");
+        return Finding::fail("io_uring", found, format!("{remedy}; or set io_engine: auto"));
+    }
     Finding::warn("io_uring", format!("refused, a pool of threads does its work: {found}"), remedy)
 }
 
 /// What the directory and its drive say.
 pub(super) fn directory(d: &Directory, settings: &Settings) -> Vec<Finding> {
-    let mount = d.mount_point.as_ref().map_or_else(|| "?".into(), |p| p.display().to_string());
+    let mount = d.mount_point.as_deref().unwrap_or("?");
     let (fs, source) = (d.fs_type.as_deref().unwrap_or("unknown"), d.source.as_deref().unwrap_or("?"));
     let mut all = vec![Finding::ok("file system", format!("{fs} ({}), {source} on {mount}", d.fs_kind))];
     all.extend(d.drive.as_ref().map(drive));
@@ -369,7 +376,7 @@ mod tests {
     fn bad(m: &Machine, d: &Directory) -> Vec<(Level, &'static str)> {
         let settings = Settings::default();
         let mut all = machine(m, &settings);
-        all.push(io_uring(&m.io_uring, None));
+        all.push(io_uring(&m.io_uring, None, settings.io_engine));
         all.extend(directory(d, &settings));
         for finding in &all {
             assert!(!finding.found.is_empty());
@@ -439,10 +446,21 @@ mod tests {
             notes: Vec::new(),
         };
         let mut ring = good().io_uring;
-        let remedy = |ring: &IoUring| io_uring(ring, Some(&path)).remedy.unwrap();
+        let remedy = |ring: &IoUring| io_uring(ring, Some(&path), IoEngine::Auto).remedy.unwrap();
         assert!(remedy(&ring).contains("seccomp"));
         ring.disabled = 2;
         assert_eq!(remedy(&ring), "sysctl kernel.io_uring_disabled=0");
+    }
+
+    #[test]
+    fn a_ring_that_the_settings_ask_for_must_not_be_refused() {
+        let mut ring = good().io_uring;
+        let of = |ring: &IoUring, engine| io_uring(ring, None, engine).level;
+        assert_eq!(of(&ring, IoEngine::Uring), Level::Ok);
+        ring.error = Some("Operation not permitted".to_owned());
+        assert_eq!([IoEngine::Auto, IoEngine::Threads].map(|engine| of(&ring, engine)), [Level::Warn, Level::Ok]);
+        let refused = io_uring(&ring, None, IoEngine::Uring);
+        assert!(refused.level == Level::Fail && refused.remedy.unwrap().contains("io_engine: auto"));
     }
 
     #[test]

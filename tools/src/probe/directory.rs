@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use forebay::config::dir::{CacheDir, DirOptions, FsKind, MountPoint, MountTable, numa_node};
 use forebay::config::{Mode, Settings};
 use forebay::format::VERSION;
-use forebay::format::budget::BudgetPage;
 use forebay::io::{DirectFile, file_system_bytes};
 use forebay::log::allocated_below;
 use forebay::log::fsck::{LaneDir, RawLane, lanes};
@@ -17,6 +16,7 @@ use serde::Serialize;
 use super::checks::Finding;
 use super::machine::{self, DriveFacts};
 use crate::fsck::{budget_report, quoted};
+use crate::out;
 
 /// Bytes that are reserved for a moment, to see whether the file system can.
 const TRIAL_BYTES: u64 = 1 << 20;
@@ -24,11 +24,12 @@ const TRIAL_BYTES: u64 = 1 << 20;
 /// The directory.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Directory {
+    #[serde(serialize_with = "out::lossy")]
     pub(super) path: PathBuf,
     pub(super) usable: bool,
     pub(super) fs_type: Option<String>,
     pub(super) fs_kind: &'static str,
-    pub(super) mount_point: Option<PathBuf>,
+    pub(super) mount_point: Option<String>,
     pub(super) source: Option<String>,
     pub(super) drive: Option<DriveFacts>,
     pub(super) direct_io: Option<bool>,
@@ -70,7 +71,7 @@ pub(super) fn look(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> D
         usable: true,
         fs_type: mount.map(|m| m.fs_type.clone()),
         fs_kind: kind_name(mount.map_or(FsKind::Unknown, |m| FsKind::of(&m.fs_type))),
-        mount_point: mount.map(|m| m.mount_point.clone()),
+        mount_point: mount.map(|m| m.mount_point.display().to_string()),
         source: mount.map(|m| m.source.clone()),
         drive: mount.and_then(|m| machine::drive(&m.device)),
         file_system_bytes: total,
@@ -92,7 +93,7 @@ pub(super) fn look(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> D
         let settings = Settings::at(&directory.path);
         drive.numa_node = numa_node(&settings);
     }
-    match cache(path, of.mode, findings) {
+    match cache(path, of, findings) {
         Ok(cache) => directory.cache = cache,
         Err(e) => findings.push(Finding::of_error("cache", &e)),
     }
@@ -116,7 +117,7 @@ fn abilities(directory: &mut Directory) {
 }
 
 /// The cache in `path`; none where the directory holds none.
-fn cache(path: &Path, mode: Mode, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>> {
+fn cache(path: &Path, of: &Settings, findings: &mut Vec<Finding>) -> Result<Option<CacheFacts>> {
     let budget = path.join("BUDGET");
     let all = match lanes(path) {
         Ok(all) => all,
@@ -126,18 +127,18 @@ fn cache(path: &Path, mode: Mode, findings: &mut Vec<Finding>) -> Result<Option<
     if let Some((what, remedy)) = budget_report(path)? {
         findings.push(Finding::fail("cache", what, remedy));
     }
-    if let Err(e) = std::fs::OpenOptions::new().read(true).write(mode == Mode::Rw).open(&budget)
+    if let Err(e) = std::fs::OpenOptions::new().read(true).write(of.mode == Mode::Rw).open(&budget)
         && e.kind() == std::io::ErrorKind::PermissionDenied
     {
         let e = Error::io("the cache belongs to another user", e).at(&budget);
         let remedy = format!("run the server as the user that owns it, or chown -R USER {}", quoted(path));
         findings.push(Finding::fail("cache", e.to_string(), remedy));
     }
-    let page = std::fs::read(&budget).ok().and_then(|bytes| BudgetPage::decode(&bytes).ok());
+    let is_here = |dir: &Path| dir.canonicalize().is_ok_and(|dir| path.canonicalize().is_ok_and(|path| path == dir));
     let mut facts = CacheFacts {
         format_version: VERSION,
         lanes: all.len(),
-        draining: page.is_some_and(|page| page.draining),
+        draining: of.drives.iter().any(|drive| drive.drain && is_here(&drive.path)),
         ..CacheFacts::default()
     };
     for lane in &all {

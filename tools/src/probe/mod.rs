@@ -19,8 +19,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use forebay::config::{Mode, Settings, Warning};
-use forebay::io::{IoOptions, IoPath, open_drive};
+use forebay::config::{IoEngine, Mode, Settings, Warning};
+use forebay::io::{EngineChoice, IoOptions, IoPath, open_drive};
 use forebay::{Error, Result};
 use serde::Serialize;
 
@@ -158,7 +158,7 @@ fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
     let mut directory = directory::look(path, &settings, &mut of_directory);
     let found = directory
         .usable
-        .then(|| probe_path(path, settings.mode))
+        .then(|| probe_path(path, &settings))
         .and_then(|found| found.inspect_err(|e| of_directory.push(Finding::of_error("path", e))).ok());
     directory.usable = found.is_some();
     let bar = progress::bar(context, "trying cuFile", 0, Unit::Time);
@@ -167,7 +167,7 @@ fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
     bar.finish_and_clear();
     let remote = remote::probe(&settings, context);
     let mut findings = checks::machine(&machine, &settings);
-    findings.push(checks::io_uring(&machine.io_uring, found.as_ref()));
+    findings.push(checks::io_uring(&machine.io_uring, found.as_ref(), settings.io_engine));
     findings.extend(of_settings);
     findings.extend(checks::directory(&directory, &settings));
     findings.extend(of_directory);
@@ -209,9 +209,14 @@ fn of_setting(warning: Warning) -> Finding {
     Finding::warn("settings", format!("{}{from}: {}", warning.key, warning.message), advice)
 }
 
-fn probe_path(path: &Path, mode: Mode) -> Result<PathFound> {
-    let trial_dir = (mode == Mode::Rw).then(|| path.to_path_buf());
-    let options = IoOptions { name: "probe".to_owned(), trial_dir, ..IoOptions::default() };
+fn probe_path(path: &Path, settings: &Settings) -> Result<PathFound> {
+    let trial_dir = (settings.mode == Mode::Rw).then(|| path.to_path_buf());
+    let engine = match settings.io_engine {
+        IoEngine::Uring => EngineChoice::Uring,
+        IoEngine::Threads => EngineChoice::Threads,
+        _ => EngineChoice::Auto,
+    };
+    let options = IoOptions { engine, name: "probe".to_owned(), trial_dir, ..IoOptions::default() };
     let drive = open_drive(&options)?;
     let deadline = Instant::now() + CLOSE_TIMEOUT;
     drive.read.close(deadline)?;

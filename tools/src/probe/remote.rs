@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use forebay::ErrorKind;
 use forebay::config::{Mode, Settings};
 use forebay::remote::{RemoteOptions, RemoteStore, RemoteTrial};
 use serde::Serialize;
@@ -33,8 +34,12 @@ pub(super) fn probe(settings: &Settings, context: &Context) -> Option<(RemoteFou
     bar.finish_and_clear();
     let trial = match trial {
         Ok(trial) => trial,
-        // The address is wrong: no cache opens with it.
-        Err(e) => return Some((found(&RemoteTrial::default()), vec![Finding::of_error("remote", &e)])),
+        Err(e) => {
+            let finding = Finding::of_error("remote", &e);
+            // With a wrong address no cache opens.
+            let finding = if e.kind() == ErrorKind::Config { finding } else { finding.only_warns() };
+            return Some((found(&RemoteTrial::default()), vec![finding]));
+        }
     };
     let mut findings: Vec<Finding> =
         trial.faults.iter().map(|(_, e)| Finding::of_error("remote", e).only_warns()).collect();

@@ -258,7 +258,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let outcome = replay_all();
     bar.finish_and_clear();
     if !matches!(outcome, Ok(Outcome::Done)) && !results.is_empty() {
-        eprintln!("forebay: {} of {} replays ended; these are their figures", results.len(), runs.len());
+        out::tell(&format!("{} of {} replays ended; these are their figures", results.len(), runs.len()));
     }
     if matches!(outcome, Ok(Outcome::Done)) || !results.is_empty() {
         if context.json {

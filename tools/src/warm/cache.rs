@@ -53,7 +53,8 @@ pub(super) struct CacheSink {
     model: Model,
     verify: bool,
     engine: OnceLock<Engine>,
-    opening: Mutex<()>,
+    /// Held while it is opened; why it does not open.
+    opening: Mutex<Option<Error>>,
     state: Mutex<State>,
 }
 
@@ -91,9 +92,13 @@ impl CacheSink {
 
     /// The engine, opened for the shape of `dump` where nothing else says one.
     fn engine_for(&self, dump: &DumpInfo) -> Result<&Engine> {
-        let _one = self.opening.lock();
+        let mut refusal = self.opening.lock();
         if let Some(engine) = self.engine.get() {
             return Ok(engine);
+        }
+        let refused = || Err(Error::new(ErrorKind::Closed, "the cache does not open"));
+        if refusal.is_some() {
+            return refused();
         }
         let geometry = match &self.model {
             Model::Known(geometry) => (**geometry).clone(),
@@ -103,8 +108,13 @@ impl CacheSink {
             }
         };
         dump.check(&geometry)?;
-        let engine = Engine::open(&self.settings, geometry, HostDevice::new(0)?)?;
-        Ok(self.engine.get_or_init(|| engine))
+        match Engine::open(&self.settings, geometry, HostDevice::new(0)?) {
+            Ok(engine) => Ok(self.engine.get_or_init(|| engine)),
+            Err(e) => {
+                *refusal = Some(e);
+                refused()
+            }
+        }
     }
 
     fn opened(&self) -> Result<&Engine> {
@@ -256,6 +266,10 @@ impl Sink for CacheSink {
     }
 
     fn finish(&self) -> Result<Imported> {
+        // That is wrong with no dump.
+        if let Some(refusal) = self.opening.lock().take() {
+            return Err(refusal);
+        }
         let mut state = self.state.lock();
         if let Some(engine) = self.engine.get() {
             while !state.under_way.is_empty() {

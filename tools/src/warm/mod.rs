@@ -233,7 +233,6 @@ fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Si
     };
     if args.dry_run {
         let chunk_tokens = settings.chunk_size as usize;
-        settings.mode = Mode::Ro;
         // A directory that is not there yet, or in which no cache has been opened, holds no chunks.
         let has_cache = |drive: &DriveSettings| drive.path.join("BUDGET").exists();
         let is_there = !settings.drives.is_empty() && settings.drives.iter().all(has_cache);
@@ -250,7 +249,7 @@ fn settings_of(args: &ImportArgs) -> Result<Settings> {
         return Err(Error::new(ErrorKind::InvalidInput, "no cache to fill")
             .advice("name it with --directory, or its settings with --config; --dry-run stores nothing"));
     }
-    crate::settings::load(args.config.as_deref(), None, args.directory.as_slice())
+    crate::settings::load((args.config.as_deref(), None), args.directory.as_slice(), args.dry_run.then_some(Mode::Ro))
 }
 
 /// Moves everything from the reader into the sink.

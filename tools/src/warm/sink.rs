@@ -55,6 +55,9 @@ pub(crate) trait Sink: Send + Sync {
     fn store(&self, piece: Piece) -> Result<()>;
 
     /// Ends all stores and makes them durable. Where comparing was asked for, it is done then.
+    ///
+    /// # Errors
+    /// Why the cache did not open; what storing reports.
     fn finish(&self) -> Result<Imported>;
 }
 
@@ -107,6 +110,6 @@ impl Sink for DryRun {
     }
 
     fn finish(&self) -> Result<Imported> {
-        Ok(Imported::default())
+        self.cache.as_ref().map_or(Ok(Imported::default()), |cache| cache.finish())
     }
 }

@@ -41,9 +41,9 @@ pub(crate) fn forebay_with(folder: &Path, arguments: &[&str], variables: &[(&str
         .current_dir(folder)
         // Tests store on drives that are nearly full, too.
         .env("FOREBAY_MIN_FREE", "0")
-        .envs(variables.iter().copied())
         .env_remove("RUST_LOG")
         .env_remove("FOREBAY_LOG")
+        .envs(variables.iter().copied())
         .output()
         .expect("the program starts");
     Run {

@@ -207,6 +207,6 @@ fn is_gone(job: &Job, n: u64) -> bool {
 /// Lets the kernel forget what it has read, where this user may ask for that.
 fn drop_caches() {
     if let Err(e) = std::fs::write("/proc/sys/vm/drop_caches", "3") {
-        eprintln!("forebay: warning: the page cache is warm, only root may drop it ({e})");
+        crate::out::tell(&format!("warning: the page cache is warm, only root may drop it ({e})"));
     }
 }

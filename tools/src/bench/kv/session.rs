@@ -36,9 +36,14 @@ pub(super) struct CacheDir {
 impl CacheDir {
     /// The job's directory where it is kept, else a folder in it.
     pub(super) fn of(job: &Job) -> Result<Self> {
-        let make = |e| Error::io("cannot make the cache's directory", e).at(&job.directory);
+        let make = |e| {
+            let advice = "make the directories above it: a path that is wrong, or not mounted, is not made";
+            Error::io("cannot make the cache's directory", e).at(&job.directory).advice(advice)
+        };
         let directory = std::path::absolute(&job.directory).map_err(make)?;
-        std::fs::create_dir_all(&directory).map_err(make)?;
+        if !directory.is_dir() {
+            std::fs::create_dir(&directory).map_err(make)?;
+        }
         if job.kv.keep {
             return Ok(Self { dir: directory, _temporary: None });
         }

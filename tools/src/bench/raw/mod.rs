@@ -53,10 +53,10 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     }
     let direct = workers.iter().all(|w| w.file().is_direct());
     if job.direct && !direct {
-        eprintln!(
-            "forebay: warning: job {:?}: the file system refuses O_DIRECT; the page cache is in the way",
+        crate::out::tell(&format!(
+            "warning: job {:?}: the file system refuses O_DIRECT; the page cache is in the way",
             job.name
-        );
+        ));
     }
     let usage = UsageMeter::start();
     let start = Instant::now();

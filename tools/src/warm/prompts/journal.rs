@@ -22,8 +22,8 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// A journal in `path`, which is made where it is missing.
-    pub(crate) fn open(path: &Path) -> Result<Self> {
+    /// A journal in `path`; to be written to, it is made where it is missing.
+    pub(crate) fn open(path: &Path, writes: bool) -> Result<Self> {
         let failed = |e| Error::io("cannot open the journal", e).at(path);
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -40,6 +40,9 @@ impl Journal {
                 .advice("name a new file with --journal"));
         }
         let done = whole.lines().map(str::to_owned).collect();
+        if !writes {
+            return Ok(Self { done, file: None });
+        }
         let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
         if !cut.is_empty() {
             // Otherwise the next digest would be appended to the cut one.
@@ -72,13 +75,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("j");
         let (a, b) = ("a".repeat(32), "b".repeat(32));
-        Journal::open(&path).unwrap().add(&a).unwrap();
+        Journal::open(&path, true).unwrap().add(&a).unwrap();
         let mut file = OpenOptions::new().append(true).open(&path).unwrap();
         file.write_all(&b.as_bytes()[..20]).unwrap();
-        let journal = Journal::open(&path).unwrap();
+        let journal = Journal::open(&path, true).unwrap();
         assert!(journal.contains(&a) && !journal.contains(&b));
         journal.add(&b).unwrap();
-        let journal = Journal::open(&path).unwrap();
+        let journal = Journal::open(&path, true).unwrap();
         assert!(journal.contains(&a) && journal.contains(&b));
     }
 
@@ -87,7 +90,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("notes");
         std::fs::write(&path, "dear diary\n").unwrap();
-        assert!(Journal::open(&path).unwrap_err().to_string().contains("no journal"));
+        assert!(Journal::open(&path, true).unwrap_err().to_string().contains("no journal"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "dear diary\n");
     }
 }

@@ -35,6 +35,8 @@ use source::Prompt;
 const CHARACTERS_PER_TOKEN: usize = 4;
 /// Failures that are printed one by one.
 const SHOWN_FAILURES: usize = 20;
+/// Seconds that anything is waited for at most: a week.
+const MAX_S: u64 = 7 * 24 * 3600;
 
 /// Options of `forebay warm prompts`.
 #[derive(Debug, Args)]
@@ -63,19 +65,19 @@ pub(crate) struct PromptsArgs {
     #[arg(long, value_name = "MODEL", requires = "directory")]
     launch: Option<String>,
     /// Cache directory that the started vLLM fills.
-    #[arg(long, visible_alias = "cache-dir", value_name = "DIR")]
+    #[arg(long, visible_alias = "cache-dir", value_name = "DIR", requires = "launch", conflicts_with = "server")]
     directory: Option<PathBuf>,
     /// Python that vllm and forebay are installed in.
     #[arg(long, default_value = "python3", value_name = "PATH")]
     python: PathBuf,
     /// Seconds that the started vLLM may take to come up.
-    #[arg(long, default_value_t = 900, value_name = "S")]
+    #[arg(long, default_value_t = 900, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MAX_S))]
     start_timeout: u64,
     /// Requests under way at once.
     #[arg(long, default_value_t = 8, value_name = "N", value_parser = super::parse_jobs)]
     jobs: usize,
     /// Seconds until a request counts as failed.
-    #[arg(long, default_value_t = 600, value_name = "S")]
+    #[arg(long, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MAX_S))]
     timeout: u64,
     /// How often a request is tried again that the server could not take.
     #[arg(long, default_value_t = 6, value_name = "N")]
@@ -90,11 +92,16 @@ pub(crate) struct PromptsArgs {
     #[arg(long, value_name = "PRESET")]
     preset: Option<String>,
     /// Prompt tokens per second that the dry run reckons with.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_rate)]
     prefill_rate: Option<f64>,
     /// Further arguments of the started vLLM.
-    #[arg(last = true, value_name = "ARGS")]
+    #[arg(last = true, value_name = "ARGS", requires = "launch", conflicts_with = "server")]
     vllm_args: Vec<String>,
+}
+
+fn parse_rate(text: &str) -> std::result::Result<f64, String> {
+    let rate = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
+    rate.ok_or_else(|| "not a number above 0".to_owned())
 }
 
 const AFTER_HELP: &str = "\
@@ -144,7 +151,8 @@ struct Failure {
 /// Runs `forebay warm prompts`.
 pub(crate) fn run(args: &PromptsArgs, context: &Context) -> Result<Outcome> {
     let prompts = read(args)?;
-    let journal = args.journal.as_deref().map(Journal::open).transpose()?.unwrap_or_default();
+    let journal =
+        args.journal.as_deref().map(|path| Journal::open(path, !args.dry_run)).transpose()?.unwrap_or_default();
     let total = prompts.len();
     let left: Vec<Prompt> = prompts.into_iter().filter(|p| !journal.contains(&p.digest())).collect();
     let mut summary =
@@ -156,7 +164,7 @@ pub(crate) fn run(args: &PromptsArgs, context: &Context) -> Result<Outcome> {
         let running = launch(args)?;
         let address = running.as_ref().map(|r| r.address.clone()).or_else(|| args.server.clone()).unwrap_or_default();
         let key = args.api_key.clone().or_else(|| std::env::var("OPENAI_API_KEY").ok());
-        let server = Server::new(&address, key, (Duration::from_secs(args.timeout.max(1)), args.retries))?;
+        let server = Server::new(&address, key, (Duration::from_secs(args.timeout), args.retries))?;
         let model = args.model.clone().map_or_else(|| server.model(), Ok)?;
         let started = Instant::now();
         send(&left, (&server, &model, args.jobs), &journal, &mut summary, context)?;
@@ -229,7 +237,7 @@ fn estimate(args: &PromptsArgs, prompts: &[Prompt], summary: &mut Summary) -> Re
         let per_token = Geometry::preset(preset)?.chunk_bytes(1) as u64;
         summary.estimated_bytes = Some(per_token.saturating_mul(summary.prompt_tokens));
     }
-    summary.estimated_s = args.prefill_rate.filter(|r| *r > 0.0).map(|rate| summary.prompt_tokens as f64 / rate);
+    summary.estimated_s = args.prefill_rate.map(|rate| summary.prompt_tokens as f64 / rate);
     Ok(())
 }
 

@@ -20,6 +20,22 @@ fn args(words: &[&str]) -> PromptsArgs {
     Line::try_parse_from(std::iter::once("x").chain(words.iter().copied())).map_or_else(|e| panic!("{e}"), |l| l.args)
 }
 
+#[test]
+fn options_that_would_have_no_effect_or_no_end_are_refused() {
+    for words in [
+        "--server http://h --cache-dir d",
+        "--server http://h -- --max-model-len 9",
+        "--dry-run --prefill-rate=-5",
+        "--dry-run --prefill-rate 0",
+        "--server http://h --timeout 18446744073709551615",
+        "--launch m --cache-dir d --start-timeout 18446744073709551615",
+        "--server http://h --timeout 0",
+    ] {
+        assert!(Line::try_parse_from(["x", "f"].into_iter().chain(words.split(' '))).is_err(), "{words}");
+    }
+    assert!(args(&["f", "--launch", "m", "--cache-dir", "d", "--", "--max-model-len", "9"]).directory.is_some());
+}
+
 /// Answers each request by `answer(path, body)`; counts completions.
 struct Fake {
     address: String,
@@ -81,7 +97,7 @@ fn usage(prompt: usize, cached: usize) -> (u16, Value) {
 
 fn summary(args: &PromptsArgs, fake: &Fake) -> Summary {
     let prompts = read(args).unwrap();
-    let journal = args.journal.as_deref().map(|p| Journal::open(p).unwrap()).unwrap_or_default();
+    let journal = args.journal.as_deref().map(|p| Journal::open(p, true).unwrap()).unwrap_or_default();
     let left: Vec<Prompt> = prompts.into_iter().filter(|p| !journal.contains(&p.digest())).collect();
     let mut summary = Summary::default();
     let server = Server::new(&fake.address, None, (Duration::from_secs(10), 3)).unwrap();
@@ -154,7 +170,10 @@ fn a_dry_run_needs_no_server_and_says_what_is_estimated() {
     assert_eq!((summary.prompt_tokens, summary.estimated_prompts), (5, 1));
     assert_eq!((summary.estimated_bytes, summary.estimated_s), (Some(5 * 131_072), Some(0.5)));
     assert!(text(&summary).contains("about 5 tokens"));
+    let journal = dir.path().join("journal");
+    let args = PromptsArgs { journal: Some(journal.clone()), ..args };
     assert_eq!(run(&args, &Context { json: true, quiet: true }).unwrap(), Outcome::Done);
+    assert!(!journal.exists(), "it only looks");
 }
 
 #[test]
