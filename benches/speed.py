@@ -75,20 +75,25 @@ class Bench:
 
     # -- measuring --------------------------------------------------------------------------------------------------------
     def sweep(self, rw, size):
-        best, table = None, []
+        """fio's best point, by the clock that it is compared by; the drive's speed swings, so the points are run in turns."""
         points = [(bs, d, j) for bs in ("256k", "1m", "4m") for d in (4, 8, 32) for j in (1, 2)]
-        for point in points:
-            rates = []
-            for _ in range(self.args.sweep_runs):
-                got = self.fio(rw, point, size)
-                rates.append(got["bytes"] / got["wall"])
-            rate = statistics.median(rates)
-            table.append((point, rate))
-            progress(f"fio {rw} {point}: {rate / 1e9:.2f} GB/s")
-            if best is None or rate > best[1]:
-                best = (point, rate)
+        rates = {point: [] for point in points}
+        for _ in range(self.args.sweep_runs):
+            for point in points:
+                if rw == "write":
+                    self.clean_written()
+                rates[point].append(self.fio(rw, point, size)["job"][rw]["bw_bytes"])
+                progress(f"fio {rw} {point}: {rates[point][-1] / 1e9:.2f} GB/s")
+        table = [(point, statistics.median(of)) for point, of in rates.items()]
+        best = max(table, key=lambda of: of[1])
         self.notes[f"fio {rw} sweep, bs x iodepth x numjobs, GB/s"] = ", ".join(f"{p[0]}x{p[1]}x{p[2]} {r / 1e9:.2f}" for p, r in table)
         return best[0]
+
+    def clean_written(self):
+        """What fio wrote is removed, so that it does not write to blocks that it has just given back."""
+        if os.path.exists(self.write_file):
+            os.unlink(self.write_file)
+        os.sync()
 
     def pairs(self, title, target, ours, peer, rate=lambda g: g["bytes"] / g["wall"], more=lambda runs: "", before=lambda: None):
         ratios, mine, theirs, runs = [], [], [], []
@@ -163,9 +168,7 @@ class Bench:
         def clean():
             """What both wrote is removed between pairs, and the drive told, so that neither writes to blocks just given back."""
             remove(os.path.join(self.dir, "cache-store"))
-            if os.path.exists(self.write_file):
-                os.unlink(self.write_file)
-            os.sync()
+            self.clean_written()
             time.sleep(5)
 
         self.pairs("store, gathered, journalled and flushed, llama-3.1-8b", ">= 0.92 x best fio into fresh fallocated files", ours,
@@ -189,9 +192,7 @@ class Bench:
             """As between the pairs of stores without a codec."""
             for codec in CODECS:
                 remove(cache(codec))
-            if os.path.exists(self.write_file):
-                os.unlink(self.write_file)
-            os.sync()
+            self.clean_written()
             time.sleep(5)
 
         mode, fio_extra = ("load", ()) if rw == "read" else ("store", ("--end_fsync=1",))
@@ -251,13 +252,14 @@ class Bench:
                  f"{len(spreads)} runs, max {max(spreads):.2f}")
 
     def mixed(self, point):
-        bs, depth, jobs = point
+        # One job: the workers of forebay's would all begin at the start of the file.
+        bs, depth, jobs = point[:2] + (1,)
         size, seconds = self.args.size, 8
         mix = ("--rwmixread=80", f"--runtime={seconds}", "--time_based")
         self.pairs("reads beside a writer at 20 %", ">= 0.95 x fio's reads in the same mix",
                    lambda: self.forebay("--rw", "rw", "--rwmixread", 80, "--bs", bs, "--iodepth", depth, "--numjobs", jobs, "--direct", 1,
                                         "--size", size, "--runtime", seconds, "--time_based", "--filename", self.fio_file),
-                   lambda: self.fio("rw", point, size, mix),
+                   lambda: self.fio("rw", (bs, depth, jobs), size, mix),
                    rate=lambda g: g["job"]["read"]["bw_bytes"])
 
     def lookups(self):
@@ -398,7 +400,7 @@ def main():
     parser.add_argument("--dir", help="work below this directory (default: the current one)", default=".")
     parser.add_argument("--size", type=int, default=8 * GIB, help="bytes moved by one run")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--sweep-runs", type=int, default=1)
+    parser.add_argument("--sweep-runs", type=int, default=3)
     parser.add_argument("--only", help="comma-separated parts: loads,overlap,stores,mixed,codec,lookups,reopen")
     parser.add_argument("--write", help="put what was measured into the table of this page and into the .json beside it")
     args = parser.parse_args()

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venv=target/venv-python
 wheels=target/wheels-python
-pins="maturin==1.16.0 pytest==9.2.0 numpy==2.2.6"
+pins="maturin==1.16.0 pytest==9.2.0 numpy==2.2.6 pyflakes==4.1.0"
 
 if [ "$(cat $venv/pins 2>/dev/null)" != "$pins" ]; then
     rm -rf $venv
@@ -15,6 +15,8 @@ if [ "$(cat $venv/pins 2>/dev/null)" != "$pins" ]; then
     $venv/bin/pip install --quiet --disable-pip-version-check $pins
     echo "$pins" >$venv/pins
 fi
+# Names that do not exist fail only where they are used.
+$venv/bin/python -m pyflakes python/forebay python/tests tests/vllm tests/lmcache tests/sglang benches
 python/wheel.sh dev $venv $wheels
 $venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $wheels/forebay-*.whl
 # Not from python/, where the sources would shadow what is installed.

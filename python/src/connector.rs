@@ -171,11 +171,12 @@ impl SchedulerSide {
 
     /// Another thread's call that is under way is waited for without the GIL: it may need it.
     fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
-        let wait = || Python::attach(|py| py.detach(|| drop(self.scheduler.try_lock_for(OTHERS_CALL))));
-        let locked = self.scheduler.try_lock().or_else(|| {
-            wait();
-            self.scheduler.try_lock()
-        });
+        let until = Instant::now() + OTHERS_CALL;
+        let mut locked = self.scheduler.try_lock();
+        while locked.is_none() && Instant::now() < until {
+            Python::attach(|py| py.detach(|| drop(self.scheduler.try_lock_until(until))));
+            locked = self.scheduler.try_lock();
+        }
         let Some(mut scheduler) = locked else {
             let busy = Error::new(ErrorKind::Busy, "another call of this scheduler side is under way");
             return Err(to_py(&busy.advice("call it from one thread, and not from within `tokens_of`")));

@@ -95,7 +95,7 @@ impl PyObjectStore {
         }
     }
 
-    /// Asks about all keys, and waits: in batches that leave the queue room for others.
+    /// Asks for something of all keys, and waits: in batches that leave the queue room for others.
     fn ask(
         &self,
         py: Python<'_>,
@@ -104,8 +104,11 @@ impl PyObjectStore {
     ) -> PyResult<Vec<bool>> {
         let mut answers = Vec::with_capacity(keys.len());
         for some in keys.chunks(KEYS_AT_ONCE) {
-            let results = self.results(py, request(some.to_vec()))?;
-            if results.iter().any(|r| r.cause == Some(ObjectCause::QueueFull)) {
+            let request = request(some.to_vec());
+            let is_question = matches!(request, ObjectRequest::Exists(_));
+            let results = self.results(py, request)?;
+            let is_full = results.iter().any(|r| r.cause == Some(ObjectCause::QueueFull));
+            if is_full && is_question {
                 // False would say that the object is not there.
                 let full = Error::new(ErrorKind::Busy, "too many keys of other batches wait");
                 return Err(to_py(&full.advice("try again when some of them have completed")));

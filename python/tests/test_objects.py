@@ -191,6 +191,23 @@ def test_more_keys_than_the_queue_has_room_for_are_asked_for_in_parts(objs: fore
     assert objs.delete(names) == there and objs.exists(["0", "69999"]) == [False, False]
 
 
+def test_lmcaches_connector_does_not_raise_what_closing_says(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forebay.lmcache.native import Connector
+
+    class Fails:
+        def close(self) -> None:
+            raise forebay.TimedOut("it hangs")
+
+    connector = Connector(cache_dir=str(cache), capacity="256MiB")
+    store = connector._store
+    monkeypatch.setattr(connector, "_store", Fails())
+    connector.close()
+    store.close()
+    assert "it hangs" in caplog.text
+
+
 def test_they_survive_a_restart_and_namespaces_are_apart(cache: Path) -> None:
     with forebay.ObjectStore(config(cache), namespace="one") as store:
         store.put({"k": b"v"})

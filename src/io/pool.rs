@@ -305,6 +305,8 @@ impl PoolShared {
         match direction {
             // It was reported when it was found to hang.
             _ if state.call_ended(at) => {}
+            // An error, or a file's end, comes sooner than bytes do.
+            Direction::Read if !matches!(moved, Ok(n) if n == piece.span.len) => gauge.read_leaves(),
             Direction::Read => gauge.read_ends(latency.as_nanos() as u64, queued_bytes, light),
             Direction::Write => gauge.write_ends(),
         }

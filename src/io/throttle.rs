@@ -31,12 +31,13 @@ const SMALL_BYTES: usize = 256 << 10;
 pub struct ReadGauge {
     reads: AtomicUsize,
     writes: AtomicUsize,
-    /// Picoseconds per byte beside at most one write, on average; 0 = no sample yet.
+    /// Femtoseconds per byte (so fine that shifts lose nothing of a fast drive's) beside at most one
+    /// write, on average; 0 = no sample yet.
     light: AtomicU64,
     /// The recent minimum of `light`: a drive stays busy for a while after heavy writing.
     baseline: AtomicU64,
     baseline_samples: AtomicU64,
-    /// Picoseconds per byte beside more writes, on average; 0 = no sample yet.
+    /// The same beside more writes, on average; 0 = no sample yet.
     beside: AtomicU64,
 }
 
@@ -56,7 +57,7 @@ impl ReadGauge {
     /// when it started.
     pub(super) fn read_ends(&self, latency_ns: u64, queued_bytes: usize, light_at_start: bool) {
         self.reads.fetch_sub(1, Ordering::Relaxed);
-        let sample = (latency_ns.saturating_mul(1000) / queued_bytes.max(SMALL_BYTES) as u64).max(1);
+        let sample = (latency_ns.saturating_mul(1_000_000) / queued_bytes.max(SMALL_BYTES) as u64).max(1);
         // A lost update of an average does no harm.
         let blend = |average: &AtomicU64, sample: u64, shift: u32| {
             let old = average.load(Ordering::Relaxed);
@@ -192,6 +193,21 @@ mod tests {
         g.read_starts();
         let tries = (0..1000).take_while(|_| g.reads_suffer()).inspect(|_| reads(&g, 1, 1_000_000)).count();
         assert!((20..500).contains(&tries), "{tries}");
+    }
+
+    #[test]
+    fn a_fast_drive_is_seen_to_recover_and_to_have_become_slower() {
+        let g = gauge_with(70_000, 280_000);
+        g.write_ends();
+        reads(&g, 500, 70_000);
+        g.read_starts();
+        assert!(!g.reads_suffer(), "{g:?}");
+        // From now on a read takes twice as long, with and without writes.
+        reads(&g, 5000, 140_000);
+        g.write_starts();
+        g.write_starts();
+        reads(&g, 64, 140_000);
+        assert!(!g.reads_suffer(), "{g:?}");
     }
 
     #[test]

@@ -203,26 +203,32 @@ impl RemoteBucket {
 
     /// Deletes the objects below `prefix` whose names are `wanted`.
     pub(super) async fn delete_below(&self, prefix: &Path, wanted: fn(&Path) -> bool) -> Answer<()> {
-        self.delete_cut_off(prefix, wanted).await?;
         let mut all = self.store.list(Some(prefix)).map_ok(|meta| meta.location).try_chunks(DELETED_AT_ONCE);
         loop {
             let next = async { all.next().await.transpose().map_err(|e| e.1) };
             match self.ask(self.timeout, next).await? {
                 Some(some) => self.delete(some.into_iter().filter(wanted).collect()).await?,
-                None => return Ok(()),
+                None => break,
             }
         }
+        self.delete_cut_off(prefix, wanted).await;
+        Ok(())
     }
 
-    /// Deletes what puts into a directory have left that were cut off: files that no list names.
-    async fn delete_cut_off(&self, prefix: &Path, wanted: fn(&Path) -> bool) -> Answer<()> {
-        let Some(root) = &self.root else { return Ok(()) };
+    /// Deletes what puts into a directory have left that were cut off: files that no list names, and
+    /// that are never served.
+    async fn delete_cut_off(&self, prefix: &Path, wanted: fn(&Path) -> bool) {
+        let Some(root) = &self.root else { return };
         let below = prefix.prefix_match(&self.prefix).into_iter().flatten();
         let dir = below.fold(root.clone(), |dir, part| dir.join(part.as_ref()));
         let work = tokio::task::spawn_blocking(move || remove_cut_off(&dir, wanted));
-        let work = async { work.await.unwrap_or_else(|e| Err(std::io::Error::other(e))) };
-        self.ask(self.timeout * CUT_OFF, work.map_err(|e| StoreError::Generic { store: "remote_url", source: e.into() }))
-            .await
+        let why = match tokio::time::timeout(self.timeout * CUT_OFF, work).await {
+            Ok(Ok(Ok(()))) => return,
+            Ok(Ok(Err(e))) => e.to_string(),
+            Ok(Err(e)) => e.to_string(),
+            Err(_) => "it takes long".to_owned(),
+        };
+        tracing::warn!(error = why, "files of uploads that were cut off may be left in the remote directory");
     }
 
     /// Makes a request, within `limit`, where the store is worth asking.
@@ -267,20 +273,23 @@ impl RemoteBucket {
 /// Removes the files `KEY#NUMBER` below a directory: those of puts that were cut off, once they are
 /// so old that no put is still writing them.
 fn remove_cut_off(dir: &std::path::Path, wanted: fn(&Path) -> bool) -> std::io::Result<()> {
+    use std::io::ErrorKind::NotFound;
     let entries = match std::fs::read_dir(dir) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == NotFound => return Ok(()),
         entries => entries?,
     };
     for entry in entries {
-        let path = entry?.path();
-        if path.is_dir() {
+        let entry = entry?;
+        let path = entry.path();
+        if entry.file_type()?.is_dir() {
             remove_cut_off(&path, wanted)?;
         }
         let Some((whole, number)) = path.to_str().and_then(|path| path.rsplit_once('#')) else { continue };
         let is_cut_off = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()) && wanted(&Path::from(whole));
         let is_old = |meta: std::fs::Metadata| meta.modified().is_ok_and(|t| t.elapsed().is_ok_and(|age| age >= WRITING));
         if is_cut_off && path.metadata().is_ok_and(is_old) {
-            std::fs::remove_file(&path)?;
+            // Another machine may be removing the same.
+            std::fs::remove_file(&path).or_else(|e| if e.kind() == NotFound { Ok(()) } else { Err(e) })?;
         }
     }
     Ok(())

@@ -313,7 +313,9 @@ async fn upload(
         delete(shared, log, (key, chunk.tenant)).await?;
         return Err(RemoteCause::Gone);
     }
-    waiting.doubtful = put.is_err().then_some(chunk.tenant);
+    if matches!(put, Err(RemoteCause::Io | RemoteCause::TimedOut)) {
+        waiting.doubtful = Some(chunk.tenant);
+    }
     let is_new = put?;
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     shared.describe().await;

@@ -120,11 +120,14 @@ fn a_folder_that_nobody_has_described_is_passed_over() {
     let w = World::new();
     let n = w.chunks("a").len() as u64;
     assert_eq!(counts(&w.sync("up a", 0)), [n, 0, n, 0]);
-    let other = w.root.path().join(BUCKET).join("some/model/another/program");
-    std::fs::create_dir_all(&other).unwrap();
-    std::fs::write(other.join("file"), "not ours").unwrap();
+    let like_ours = format!("{:032x}", 7);
+    for other in ["another", &like_ours] {
+        let other = w.root.path().join(BUCKET).join("some/model").join(other).join("program");
+        std::fs::create_dir_all(&other).unwrap();
+        std::fs::write(other.join("file"), "not ours").unwrap();
+    }
     let down = w.run(&format!("sync down b --remote {REMOTE} --json")).expect(0);
-    assert!(down.stderr.contains("passed over another/program"), "{}", down.stderr);
+    assert!(down.stderr.contains(&format!("passed over {like_ours}/program")), "{}", down.stderr);
     assert_eq!(counts(&down.json()["shards"][0]), [n, 0, n, 0]);
 }
 

@@ -13,11 +13,14 @@ This module knows nothing of LMCache's packages: it can be imported without them
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import forebay
 from forebay.lmcache.store import open_store
+
+logger = logging.getLogger("forebay.lmcache")
 
 #: What a completion is for LMCache: the batch's number, whether it went well, the first failure in
 #: words, an answer for each key.

@@ -210,8 +210,13 @@ impl RingOwner {
             Direction::Read => {
                 let latency = now.saturating_duration_since(block.started);
                 let latency_ns = latency.as_nanos() as u64;
-                spec.gauge.read_ends(latency_ns, block.queued_bytes, block.light);
-                self.reads.read_ended(latency_ns, self.jobs.has_work());
+                // An error, or a file's end, comes sooner than bytes do.
+                if usize::try_from(result).is_ok_and(|moved| moved == block.span.len) {
+                    spec.gauge.read_ends(latency_ns, block.queued_bytes, block.light);
+                    self.reads.read_ended(latency_ns, self.jobs.has_work());
+                } else {
+                    spec.gauge.read_leaves();
+                }
             }
             Direction::Write => {
                 spec.gauge.write_ends();

@@ -181,9 +181,9 @@ pub(in crate::log) fn new_shared(dir: &Path, name: &str, bytes: u64) -> Result<F
     Ok(File::from(fd))
 }
 
-/// As [`new_shared`], at the opening of a lane: on a full file system what is to be replaced goes
-/// first, so that what the lane holds is served. Nobody new attaches to it before there is another.
-pub(in crate::log) fn replacing_shared(dir: &Path, name: &str, bytes: u64) -> Result<File> {
+/// As [`new_shared`], in the place of a file to which nobody can attach, as after a reboot: on a
+/// full file system that one goes first, so that what the lane holds is served.
+pub(in crate::log) fn replacing_dead(dir: &Path, name: &str, bytes: u64) -> Result<File> {
     match new_shared(dir, name, bytes) {
         Err(e) if e.kind() == ErrorKind::NoSpace && fs::remove_file(dir.join(name)).is_ok() => {
             new_shared(dir, name, bytes)

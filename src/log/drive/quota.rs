@@ -44,6 +44,10 @@ impl Quota {
 
     /// A claim on the room of one slot; `None` where the tenant has no room left.
     pub(in crate::log) fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<QuotaClaim> {
+        if bytes > self.limit {
+            // Nothing that the tenant gives up would help.
+            return None;
+        }
         // This lock comes before the lanes' locks. A claim is dropped after its put has entered the
         // table, when no lane's lock is held.
         let mut taken = self.taken.lock();

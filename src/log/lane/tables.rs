@@ -38,10 +38,16 @@ impl Growth {
 }
 
 /// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its
-/// own.
-pub(in crate::log) fn make_table(ctx: &Ctx, dir: &Path, entries: u64, generation: u64) -> Result<Table> {
+/// own. `old` is the one that is there, if processes may be attached to it.
+pub(in crate::log) fn make_table(
+    ctx: &Ctx,
+    dir: &Path,
+    (entries, generation): (u64, u64),
+    old: Option<&Table>,
+) -> Result<Table> {
     let spec = spec(ctx, entries, generation);
-    let file = paths::replacing_shared(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
+    let make = if old.is_some() { paths::new_shared } else { paths::replacing_dead };
+    let file = make(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
     Table::create(&file, &spec)
 }
 
@@ -56,14 +62,11 @@ fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
     TableSpec { max_entries, boot: ctx.boot, generation, writer: ctx.me }
 }
 
-/// Gives a finished table its name; readers of the one that was there before it was made attach
-/// anew.
-pub(in crate::log) fn show_table(dir: &Path, old: Option<Table>) -> Result<()> {
-    paths::put_in_place(dir, paths::TABLE_SHM)?;
-    if let Some(old) = old {
-        old.mark_moved();
-    }
-    Ok(())
+/// Gives a finished table its name; readers of the `old` one attach anew. They are told first: if
+/// this process dies in between, the next one's table must not be unknown to them.
+pub(in crate::log) fn show_table(dir: &Path, old: Option<&Table>) -> Result<()> {
+    old.into_iter().for_each(Table::mark_moved);
+    paths::put_in_place(dir, paths::TABLE_SHM)
 }
 
 /// Takes over the lane's shared state, or makes it anew where it does not fit. It has room for
@@ -88,7 +91,8 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
         return Ok(shared);
     }
     let old = attach_shared(ctx, dir).ok();
-    let file = paths::replacing_shared(dir, paths::LANE_SHM, index::SharedLane::file_bytes(segments))?;
+    let make = if old.is_some() { paths::new_shared } else { paths::replacing_dead };
+    let file = make(dir, paths::LANE_SHM, index::SharedLane::file_bytes(segments))?;
     let shared = index::SharedLane::create(&file, &spec)?;
     paths::put_in_place(dir, paths::LANE_SHM)?;
     if let Some(old) = old {
@@ -151,12 +155,11 @@ fn try_grow(lane: &Lane) -> Result<()> {
     let mut recency = Recency::new(new.slots());
     let before = state.usage.recency();
     old.grow_into(&new, |from, to| recency.carry(before, from, to))?;
-    paths::put_in_place(&lane.dir, paths::TABLE_SHM)?;
+    show_table(&lane.dir, Some(&old))?;
     state.usage.set_recency(recency);
     state.growth = Growth::default();
     let new = Arc::new(new);
     *lane.table.write() = Arc::clone(&new);
-    old.mark_moved();
     // Other processes may have marked entries since the copy.
     old.carry_marks(&new)
 }

@@ -62,7 +62,8 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     if !can || others || in_use(&own) > most + TOO_MANY {
         return false;
     }
-    if has_dead(&own) && segment::reclaim_dead(volume, LaneRole::Own) > 0 && !has_dead(&own) {
+    let has_dead = || !segment::dead_segments(&own).is_empty();
+    if has_dead() && segment::reclaim_dead(volume, LaneRole::Own) > 0 && !has_dead() {
         return true;
     }
     let doomed = own.state().map_or(0, |s| s.usage.chain().map_or(0, |c| c.doomed_bytes()));
@@ -89,13 +90,6 @@ fn tidy(volume: &Volume, own: &Lane, most: u64) {
     if has_room && in_use(own) > most {
         segment::reclaim_one(volume);
     }
-}
-
-/// Whether a sealed segment holds nothing any more.
-fn has_dead(own: &Lane) -> bool {
-    let (Some(shared), Ok(state)) = (own.shared(), own.state()) else { return false };
-    let is_empty = |number| shared.segment(number).is_some_and(|view| view.live_chunks == 0);
-    state.segments.iter().any(|(number, segment)| segment.is_at_rest() && is_empty(number))
 }
 
 /// Evicts chunks of about `bytes`; how many bytes were given back.

@@ -10,6 +10,7 @@ use crate::index::{Entry, EntryKind, Mark};
 use crate::log::base::paths;
 use crate::log::drive::{Volume, floors};
 use crate::log::lane::{Lane, LaneRole};
+use crate::log::policy;
 
 /// Applies floors to the lanes that this process holds, where that has not been done.
 pub(super) fn apply(volume: &Volume) -> Result<()> {
@@ -115,6 +116,8 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
             }
         }
         evict::erase_marked(volume, lane, &marked, None)?;
+        let mut state = lane.state()?;
+        marked.iter().for_each(|e| policy::forget(&mut state, &e.key));
     }
     Ok(())
 }

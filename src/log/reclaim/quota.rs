@@ -34,16 +34,42 @@ pub(super) fn enforce(volume: &Volume) {
     quota.count(volume);
     let excess = quota.excess(volume);
     quota.forget_refused();
+    let Ok(mut held) = held_by(&lanes, &excess) else { return };
     for (tenant, bytes) in excess {
-        if let Err(e) = give_up(volume, &lanes, tenant, bytes) {
+        let held = held.remove(&tenant).unwrap_or_default();
+        if let Err(e) = give_up(volume, &lanes, (tenant, bytes), held) {
             tracing::debug!(drive = %volume.root.display(), error = %e, "no chunk of a tenant at its quota was evicted");
         }
     }
     lanes.iter().for_each(|lane| evict::flush_evictions(lane));
 }
 
-fn give_up(volume: &Volume, lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Result<()> {
-    let mut chosen = choose(lanes, tenant, bytes)?;
+/// A chunk that may be evicted: when it was used last, its depth, its lane, its entry.
+type Held<'a> = (u32, Reverse<u32>, &'a Arc<Lane>, Entry);
+
+/// The chunks of these tenants in sealed segments.
+fn held_by<'a>(lanes: &[&'a Arc<Lane>], tenants: &[(u64, u64)]) -> Result<HashMap<u64, Vec<Held<'a>>>> {
+    let mut all: HashMap<u64, Vec<Held<'a>>> = tenants.iter().map(|(tenant, _)| (*tenant, Vec::new())).collect();
+    for &lane in lanes {
+        let state = lane.state()?;
+        lane.table().for_each(|slot, e| {
+            if let Some(of_tenant) = tenant_of(e).and_then(|tenant| all.get_mut(&tenant))
+                && state.segments.is_at_rest(e.segment, e.epoch)
+            {
+                of_tenant.push((state.usage.recency().get(slot).0, Reverse(e.depth), lane, *e));
+            }
+        });
+    }
+    Ok(all)
+}
+
+fn give_up(
+    volume: &Volume,
+    lanes: &[&Arc<Lane>],
+    (tenant, bytes): (u64, u64),
+    held: Vec<Held<'_>>,
+) -> Result<()> {
+    let mut chosen = choose(held, bytes);
     if chosen.is_empty() {
         // All that it has may lie in the open segment, which no put of it would ever fill.
         for lane in lanes.iter().filter(|lane| lane.role == LaneRole::Own) {
@@ -69,18 +95,9 @@ fn give_up(volume: &Volume, lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Re
     Ok(())
 }
 
-/// About `bytes` of the tenant's chunks in sealed segments without leases, in the order in which
-/// they are to be evicted, each with the number of its lane.
-fn choose(lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Result<Vec<(u32, Entry)>> {
-    let mut all: Vec<(u32, Reverse<u32>, &Arc<Lane>, Entry)> = Vec::new();
-    for &lane in lanes {
-        let state = lane.state()?;
-        lane.table().for_each(|slot, e| {
-            if tenant_of(e) == Some(tenant) && state.segments.is_at_rest(e.segment, e.epoch) {
-                all.push((state.usage.recency().get(slot).0, Reverse(e.depth), lane, *e));
-            }
-        });
-    }
+/// About `bytes` of a tenant's chunks in segments without leases, in the order in which they are to
+/// be evicted, each with the number of its lane.
+fn choose(mut all: Vec<Held<'_>>, bytes: u64) -> Vec<(u32, Entry)> {
     all.sort_unstable_by_key(|(tick, depth, _, e)| (*tick, *depth, e.seq));
     let mut leased: HashMap<(u32, u32), bool> = HashMap::new();
     let mut sum = 0;
@@ -95,5 +112,5 @@ fn choose(lanes: &[&Arc<Lane>], tenant: u64, bytes: u64) -> Result<Vec<(u32, Ent
             chosen.push((lane.number, e));
         }
     }
-    Ok(chosen)
+    chosen
 }

@@ -94,9 +94,7 @@ fn reclaim_first(volume: &Volume, of: impl Fn(&Lane) -> bool) -> bool {
 pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
-        let Ok((sealed, hot_since)) = survey(lane, &HashSet::new(), 1) else { continue };
-        for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
-            let Some(victim) = Victim::of(lane, dead.segment, hot_since) else { continue };
+        for victim in dead_segments(lane).into_iter().filter_map(|segment| Victim::of(lane, segment, 0)) {
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 continue;
@@ -105,6 +103,14 @@ pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
         }
     }
     count
+}
+
+/// Sealed segments that hold nothing any more.
+pub(super) fn dead_segments(lane: &Lane) -> Vec<u32> {
+    let (Some(shared), Ok(state)) = (lane.shared(), lane.state()) else { return Vec::new() };
+    let is_empty = |number| shared.segment(number).is_some_and(|view| view.live_chunks == 0);
+    let dead = state.segments.iter().filter(|(number, segment)| segment.is_at_rest() && is_empty(*number));
+    dead.map(|(number, _)| number).collect()
 }
 
 /// Reclaims the segments in which everything has expired, before their room is needed.

@@ -213,7 +213,9 @@ impl Surroundings {
         // All of it is about to be written, in no order: one sweep costs less than a page fault
         // each.
         let old = attach_table(ctx, &candidate.dir).ok();
-        let make = |entries| make_table(ctx, &candidate.dir, entries, generation).inspect(Table::populate);
+        let make = |entries| {
+            make_table(ctx, &candidate.dir, (entries, generation), old.as_ref()).inspect(Table::populate)
+        };
         let (state, table, summary, unnamed) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
@@ -231,7 +233,7 @@ impl Surroundings {
             lock: candidate.lock,
         });
         finish_recovery(&lane, &unnamed)?;
-        show_table(&lane.dir, old)?;
+        show_table(&lane.dir, old.as_ref())?;
         end_condemned(&lane)?;
         Ok((lane, summary))
     }

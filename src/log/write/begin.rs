@@ -187,17 +187,10 @@ impl Log {
 }
 
 /// Whether an earlier slot of a key is still being made unreadable. Until it is, its entry must not
-/// be replaced: no other entry names that slot. One that has expired begins to go here.
+/// be replaced: no other entry names that slot.
 fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
-    let Some((entry, _, mark)) = lane.table().get_marked(key) else { return false };
-    if mark.is_some() || volume.is_tenant_removed(&entry) {
-        return true;
-    }
-    let has_expired = entry.seq > volume.shard.floor() && !volume.shows(&entry);
-    if has_expired {
-        volume.discard(lane, &entry);
-    }
-    has_expired
+    let found = lane.table().get_marked(key);
+    found.is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
 }
 
 fn check_writable(lane: &Lane, state: &LaneState) -> Result<()> {

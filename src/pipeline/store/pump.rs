@@ -363,6 +363,8 @@ impl StorePump {
             store.end(ShedCause::Closed);
             store.seal();
         }
+        // Commits alone may be left now, and the thread does not wait for them.
+        self.notify();
         let handle = self.thread.lock().take();
         if let Some(handle) = handle.filter(|h| h.thread().id() != thread::current().id())
             && handle.join().is_err()

@@ -59,7 +59,13 @@ fn ms(time: Duration) -> f64 {
 /// The middle of `values`; 0 without any.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
+    let half = values.len() / 2;
+    let upper = values.get(half).copied().unwrap_or(0.0);
+    if values.len().is_multiple_of(2) {
+        (values.get(half.wrapping_sub(1)).copied().unwrap_or(0.0) + upper) / 2.0
+    } else {
+        upper
+    }
 }
 
 /// The value that 99 % of `values` stay within; 0 without any.
