@@ -461,10 +461,11 @@ impl Lane {
     }
 
     /// Gives up the lock, so that another process may take the lane, once nothing is being erased
-    /// or written in it.
+    /// or written in it. What a drive keeps from ending keeps the lock, and not this call.
     pub(super) fn release(&self) {
-        let _one = self.erasing.lock();
-        drop(self.lock.lock().take());
+        if let Some(_one) = self.erasing.try_lock_for(self.ctx.options.io_timeout) {
+            drop(self.lock.lock().take());
+        }
     }
 
     /// The lock, for a write to keep.
