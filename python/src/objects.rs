@@ -267,7 +267,7 @@ impl PyObjectStore {
         self.ask(py, self::keys(keys)?, ObjectRequest::Exists)
     }
 
-    /// Removes objects; which of them were there.
+    /// Removes objects; which of them were there and are removed.
     fn delete(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         self.ask(py, self::keys(keys)?, ObjectRequest::Delete)
     }

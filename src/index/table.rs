@@ -189,7 +189,7 @@ impl Table {
         self.map.load(W_MOVED) != 0
     }
 
-    /// Tells readers of this table to attach anew; to be called when the new file has its name. A
+    /// Tells readers of this table to attach anew, which they try until the new file has its name. A
     /// writer that adopts a lane calls it on the table it finds. Nothing happens on a read-only
     /// mapping.
     pub fn mark_moved(&self) {
@@ -200,6 +200,11 @@ impl Table {
             // The loads of `carry_marks` are weaker, and could be taken before the store.
             fence(Ordering::SeqCst);
         }
+    }
+
+    /// No other table has taken its place after all.
+    pub fn stays(&self) {
+        self.map.word(W_MOVED).into_iter().for_each(|word| word.store(0, Ordering::SeqCst));
     }
 
     /// Generation given at creation.

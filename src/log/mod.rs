@@ -177,8 +177,9 @@ impl Log {
             self.volumes.iter().for_each(close);
         }
         let closed = self.volumes.iter().try_for_each(|v| v.io.write.close(deadline).and(v.io.read.close(deadline)));
+        let until = Instant::now() + self.ctx.options.io_timeout;
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
-            lane.release();
+            lane.release(until);
         }
         flushed.and(closed)
     }
@@ -205,8 +206,9 @@ impl Log {
             return;
         }
         self.stop_threads(None);
+        let until = Instant::now() + self.ctx.options.io_timeout;
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
-            lane.release();
+            lane.release(until);
         }
     }
 

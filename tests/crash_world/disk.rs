@@ -545,10 +545,11 @@ impl DiskFile for SimFile {
     }
 
     fn sync_data(&self) -> Result<()> {
+        let loses = LOSES.take();
         if self.disk.is_dead(self.process) {
             return Err(self.error(ErrorKind::Io, "the process is dead"));
         }
-        if let Some(seed) = LOSES.take() {
+        if let Some(seed) = loses {
             self.lose(seed);
             return Err(self.error(ErrorKind::Io, "injected, with a loss"));
         }

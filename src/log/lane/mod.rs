@@ -462,8 +462,8 @@ impl Lane {
 
     /// Gives up the lock, so that another process may take the lane, once nothing is being erased
     /// or written in it. What a drive keeps from ending keeps the lock, and not this call.
-    pub(super) fn release(&self) {
-        if let Some(_one) = self.erasing.try_lock_for(self.ctx.options.io_timeout) {
+    pub(super) fn release(&self, until: Instant) {
+        if let Some(_one) = self.erasing.try_lock_until(until) {
             drop(self.lock.lock().take());
         }
     }

@@ -1,6 +1,7 @@
 //! The files of a held lane's shared memory: making a table, growing it, resuming or making the
 //! lane's shared state.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,17 +39,25 @@ impl Growth {
 }
 
 /// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its
-/// own. `old` is the one that is there, if processes may be attached to it.
+/// own. `old` is the one that is there, to which processes may be attached. On a full file system it
+/// goes first: they are told, and wait for the new one.
 pub(in crate::log) fn make_table(
     ctx: &Ctx,
     dir: &Path,
     (entries, generation): (u64, u64),
-    old: Option<&Table>,
+    old: &RefCell<Option<Table>>,
 ) -> Result<Table> {
     let spec = spec(ctx, entries, generation);
-    let make = if old.is_some() { paths::new_shared } else { paths::replacing_dead };
-    let file = make(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
-    Table::create(&file, &spec)
+    let bytes = Table::file_bytes(spec.max_entries)?;
+    let made = paths::new_shared(dir, paths::TABLE_SHM, bytes);
+    let made = made.or_else(|e| match e.kind() {
+        ErrorKind::NoSpace => {
+            old.take().iter().for_each(Table::mark_moved);
+            paths::replacing_dead(dir, paths::TABLE_SHM, bytes)
+        }
+        _ => Err(e),
+    });
+    Table::create(&made?, &spec)
 }
 
 /// A table that no other process sees.
@@ -66,7 +75,7 @@ fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
 /// this process dies in between, the next one's table must not be unknown to them.
 pub(in crate::log) fn show_table(dir: &Path, old: Option<&Table>) -> Result<()> {
     old.into_iter().for_each(Table::mark_moved);
-    paths::put_in_place(dir, paths::TABLE_SHM)
+    paths::put_in_place(dir, paths::TABLE_SHM).inspect_err(|_| old.into_iter().for_each(Table::stays))
 }
 
 /// Takes over the lane's shared state, or makes it anew where it does not fit. It has room for

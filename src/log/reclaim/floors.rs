@@ -10,7 +10,6 @@ use crate::index::{Entry, EntryKind, Mark};
 use crate::log::base::paths;
 use crate::log::drive::{Volume, floors};
 use crate::log::lane::{Lane, LaneRole};
-use crate::log::policy;
 
 /// Applies floors to the lanes that this process holds, where that has not been done.
 pub(super) fn apply(volume: &Volume) -> Result<()> {
@@ -116,8 +115,6 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
             }
         }
         evict::erase_marked(volume, lane, &marked, None)?;
-        let mut state = lane.state()?;
-        marked.iter().for_each(|e| policy::forget(&mut state, &e.key));
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 //! keep their bytes until they are closed.
 
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use crate::error::{Error, Result};
 use crate::index::{Access, SharedShard};
@@ -82,7 +82,7 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
         let removed = delete(&lane.dir);
         // A process may have attached to it again before its files were deleted.
         volume.shard.bump_lanes();
-        lane.release();
+        lane.release(Instant::now() + volume.ctx.options.io_timeout);
         match removed {
             Ok(()) => tracing::info!(lane = %lane.dir.display(), "an empty adopted lane was removed"),
             Err(e) => tracing::warn!(lane = %lane.dir.display(), error = %e, "an empty lane cannot be removed"),

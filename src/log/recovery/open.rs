@@ -1,6 +1,7 @@
 //! Opening lanes: making a new one, recovering one whose lock this process got, attaching to one
 //! that another process writes.
 
+use std::cell::RefCell;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -212,10 +213,9 @@ impl Surroundings {
         let generation = ctx.options.clock.boot_ns();
         // All of it is about to be written, in no order: one sweep costs less than a page fault
         // each.
-        let old = attach_table(ctx, &candidate.dir).ok();
-        let make = |entries| {
-            make_table(ctx, &candidate.dir, (entries, generation), old.as_ref()).inspect(Table::populate)
-        };
+        let old = RefCell::new(attach_table(ctx, &candidate.dir).ok());
+        let make =
+            |entries| make_table(ctx, &candidate.dir, (entries, generation), &old).inspect(Table::populate);
         let (state, table, summary, unnamed) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
@@ -233,7 +233,7 @@ impl Surroundings {
             lock: candidate.lock,
         });
         finish_recovery(&lane, &unnamed)?;
-        show_table(&lane.dir, old.as_ref())?;
+        show_table(&lane.dir, old.take().as_ref())?;
         end_condemned(&lane)?;
         Ok((lane, summary))
     }
