@@ -70,11 +70,15 @@ pub fn block_multiple(block_tokens: &[u32]) -> u32 {
 /// The least number of tokens that is whole blocks of every opaque layer; at least 1.
 #[must_use]
 pub fn opaque_multiple(layers: &[LayerSpec]) -> u32 {
-    let block = |layer: &LayerSpec| match layer.kind {
+    block_multiple(&layers.iter().filter_map(opaque_block).collect::<Vec<_>>())
+}
+
+/// Tokens of a block of an opaque layer.
+fn opaque_block(layer: &LayerSpec) -> Option<u32> {
+    match layer.kind {
         LayerKind::Opaque { block_tokens, .. } => Some(block_tokens),
         _ => None,
-    };
-    block_multiple(&layers.iter().filter_map(block).collect::<Vec<_>>())
+    }
 }
 
 /// One plane of a layer: K, V, the compressed MLA row, an indexer row, or quantisation scales.
@@ -384,11 +388,7 @@ impl Geometry {
         } else {
             // The remote tier has no superblocks: there the sizes of slots tell layers apart, and
             // those do not depend on how many tokens a block has.
-            let of = |layer: &LayerSpec| match layer.kind {
-                LayerKind::Opaque { block_tokens, .. } => Some(block_tokens),
-                _ => None,
-            };
-            let different: BTreeSet<u32> = self.layers.iter().filter_map(of).collect();
+            let different: BTreeSet<u32> = self.layers.iter().filter_map(opaque_block).collect();
             different.iter().for_each(|tokens| field("block_tokens", &tokens.to_le_bytes()));
         }
         for (name, value) in &self.identity {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
-use forebay::config::{Capacity, Codec};
+use forebay::config::{Capacity, Codec, DriveSettings};
 use forebay::connector::{EngineLookup, PrefixLookup};
 use forebay::device::PagedKv;
 use forebay::engine::{Engine, Prompt, StoreRequest};
@@ -58,6 +58,24 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
         assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "nothing is missing any more");
     }
     assert!(server.puts().iter().all(|n| *n == 1), "an object was sent twice: {:?}", server.puts());
+}
+
+#[test]
+fn a_prompt_that_is_fetched_stays_on_one_drive() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b) = (Machine::new(&server), Machine::new(&server));
+    let one = a.open();
+    let prompts: Vec<_> = (1..5).map(|n| a.upload(&one, n).0).collect();
+    let other = tempfile::tempdir().unwrap();
+    b.world.settings.drives = [b.world.dir.path(), other.path()].map(DriveSettings::new).to_vec();
+    let two = b.open();
+    for p in &prompts {
+        assert_eq!(fetch(&two, p), Fetched { chunks: 3, stopped: None });
+        let drives: std::collections::BTreeSet<usize> =
+            p.keys().iter().map(|key| two.log().unwrap().peek(key).unwrap().drive).collect();
+        assert_eq!(drives.len(), 1, "one dead drive costs its share of the prompts");
+    }
 }
 
 #[test]

@@ -147,7 +147,7 @@ impl RemoteBucket {
         let put = |mode| {
             let options = PutOptions { mode, ..PutOptions::default() };
             self.ask(limit, self.store.put_opts(name, payload.clone(), options)).map_err(|cause| match cause {
-                RemoteCause::Absent => self.is_missing(),
+                RemoteCause::Absent => self.no_bucket(),
                 cause => cause,
             })
         };
@@ -170,7 +170,7 @@ impl RemoteBucket {
     }
 
     /// A put found no bucket.
-    fn is_missing(&self) -> RemoteCause {
+    fn no_bucket(&self) -> RemoteCause {
         if !self.has_said_missing.swap(true, Ordering::Relaxed) {
             tracing::warn!("the remote store has no such bucket, nothing is uploaded: make it, or correct remote_url");
         }

@@ -163,7 +163,8 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
     import forebay
 
     stage, tp_rank = divmod(rank, kv.ranks.tp)
-    # Where heads come before tokens within a block, the order of its bytes depends on how many tokens it, or a kernel block, has.
+    # Where heads come before tokens within a block, the order of its bytes depends on how many
+    # tokens it has, and how many a kernel block has.
     whole = [(layer, of) for layer, of in zip(kv.layers, blocks, strict=True) if of.pieces == 1]
     ordered = sorted({(layer.block_tokens, of.kernel_tokens) for layer, of in whole})
     # With MLA, ranks differ in nothing but the tokens that they have.

@@ -181,8 +181,8 @@ pub(in crate::log) fn new_shared(dir: &Path, name: &str, bytes: u64) -> Result<F
     Ok(File::from(fd))
 }
 
-/// As [`new_shared`], in the place of a file to which nobody can attach, as after a reboot: on a
-/// full file system that one goes first, so that what the lane holds is served.
+/// As [`new_shared`], in the place of a file that is of no use to anybody any more: on a full file
+/// system that one goes first, so that what the lane holds is served.
 pub(in crate::log) fn replacing_dead(dir: &Path, name: &str, bytes: u64) -> Result<File> {
     match new_shared(dir, name, bytes) {
         Err(e) if e.kind() == ErrorKind::NoSpace && fs::remove_file(dir.join(name)).is_ok() => {

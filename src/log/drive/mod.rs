@@ -38,7 +38,7 @@ use super::lane::{Lane, LaneRole};
 use super::policy::PolicyFile;
 use super::recovery::{LaneCandidate, LaneFiles, Summary, Surroundings, try_lock, write_superblock};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{self, Access, Entry, EntryKind, Mark, SegmentState, SharedShard};
+use crate::index::{self, Access, Entry, EntryKind, SegmentState, SharedShard};
 use crate::io;
 
 /// The lanes of a drive, at one moment.
@@ -464,18 +464,6 @@ impl Volume {
     /// before that floor is dropped.
     pub(super) fn is_tenant_removed(&self, entry: &Entry) -> bool {
         entry.kind == EntryKind::Chunk && entry.seq > self.shard.floor() && !is_above_floor(&self.shard, entry)
-    }
-
-    /// Marks an entry as removed: its key is not found from now on. The lane's holder makes the slot
-    /// unreadable; until it has, the key cannot be stored again in that lane.
-    pub(super) fn discard(&self, lane: &Lane, entry: &Entry) {
-        // Where the table has just been replaced, the new one may have taken the mark over.
-        if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(true)
-            && let Some(shared) = lane.shared()
-        {
-            shared.note_removal();
-            self.wake();
-        }
     }
 
     /// A read has failed, or has not come back.

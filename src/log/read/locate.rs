@@ -13,7 +13,7 @@ use super::chunk::{Bad, Chunk};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::slot::SlotHeader;
-use crate::index::{Entry, LeaseGuard, LeaseRefused};
+use crate::index::{Entry, LeaseGuard, LeaseRefused, Mark};
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::log::base::ctx::Ctx;
@@ -265,7 +265,7 @@ impl Log {
                 volume.note_bad_read(ErrorKind::Io);
             }
             self.tell_bad(chunk, why);
-            volume.discard(&chunk.lane, &entry);
+            discard(volume, &chunk.lane, &entry);
         }
         true
     }
@@ -293,6 +293,18 @@ impl Log {
                 "a chunk {what}: a miss; see the kernel log, and run `forebay fsck deep` on the cache"
             );
         }
+    }
+}
+
+/// Marks the entry of a bad slot as removed: its key is not found from now on. The lane's holder
+/// makes the slot unreadable; until it has, the key cannot be stored again in that lane.
+fn discard(volume: &Volume, lane: &Lane, entry: &Entry) {
+    // Where the table has just been replaced, the new one may have taken the mark over.
+    if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(true)
+        && let Some(shared) = lane.shared()
+    {
+        shared.note_removal();
+        volume.wake();
     }
 }
 

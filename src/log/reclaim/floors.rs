@@ -46,8 +46,8 @@ fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
 }
 
 /// Whether more slots of tenants below their floors may appear or be hidden: of puts that began
-/// earlier, in condemned segments, or in unsealed ones, where they were never published. The open segment is closed
-/// where it alone stands in the way: nothing else may ever fill it.
+/// earlier, in condemned segments, or in unsealed ones, where they were never published. The open
+/// segment is closed where it alone stands in the way: nothing else may ever fill it.
 fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     if !volume.shard.has_tenant_floors() {
         return Ok(false);

@@ -202,9 +202,9 @@ impl KeyRemoval<'_> {
         // A condemned segment may hold a slot of the keys that no entry names.
         while lane.shared().is_some_and(|s| s.has_condemned()) {
             self.wait_for_holder(lane)?;
-            // Attaches to what a new holder has made.
+            // Its holder may have died, and another have made a new table: this attaches to it, and
+            // one more look finds what it names.
             drop(lane.table());
-            // One more look: its holder may have died, and another have made a new table.
             count = count.max(1);
         }
         Ok(count)
