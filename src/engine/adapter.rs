@@ -40,7 +40,7 @@ impl ChunkSource for LogSource {
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(FrameId { key: self.chunk.key, sequence: self.chunk.sequence })
+        Some(FrameId { key: self.chunk.key, put: self.log.put_id(self.chunk.drive, self.chunk.sequence) })
     }
 
     fn is_direct(&self) -> bool {
@@ -125,7 +125,7 @@ pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote
     let again = |why, log, spec, remote| Begun::NotYet(why, Box::new(move || begin(log, spec, remote)));
     match log.begin_put(spec) {
         Ok(PutOutcome::Started(put)) => {
-            let id = FrameId { key: *put.key(), sequence: put.sequence() };
+            let id = FrameId { key: *put.key(), put: log.put_id(put.drive(), put.sequence()) };
             let (layout, drive) = (put.layout().clone(), put.drive());
             Begun::Open(Arc::new(LogSink { log, slot: SlotWriter::new(put), layout, drive, id, remote }))
         }

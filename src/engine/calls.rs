@@ -287,7 +287,7 @@ impl EngineInner {
     /// Drops the frames of chunks that the drives do not have any more.
     fn sweep_memory(&self, log: &Log) {
         if let Some(tier) = self.pipeline.memory() {
-            tier.retain(|id| log.peek(&id.key).is_some_and(|there| there.sequence == id.sequence));
+            tier.retain(|id| log.peek(&id.key).is_some_and(|there| log.put_id(there.drive, there.sequence) == id.put));
         }
     }
 

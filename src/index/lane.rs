@@ -9,7 +9,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN, read_only};
+use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_OWN, read_only};
 use super::lease::{LeaseEnv, LeaseRecord};
 use super::mapping::{Access, Mapping};
 use super::sync::{AtomicU64, Mutex};
@@ -178,8 +178,7 @@ impl SharedLane {
     /// finds.
     ///
     /// # Errors
-    /// `Corrupt` or `Incompatible` if the file is another: make a new one in its place and mark
-    /// this one [moved](Self::mark_moved) if it attaches.
+    /// `Corrupt` or `Incompatible` if the file is another: make a new one in its place.
     pub fn resume(file: &File, spec: &LaneSpec) -> Result<Self> {
         let map = Mapping::file(file, Access::ReadWrite)?;
         let header = Header::read(&map, FileKind::Lane, spec.boot)?;
@@ -227,19 +226,6 @@ impl SharedLane {
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.inner.map.is_lost()
-    }
-
-    /// Whether a newer lane file has taken this one's place.
-    #[must_use]
-    pub fn moved(&self) -> bool {
-        self.inner.map.load(W_MOVED) != 0
-    }
-
-    /// Tells everybody attached to open the path again.
-    pub fn mark_moved(&self) {
-        if let Some(word) = self.inner.map.word(W_MOVED) {
-            word.store(1, Ordering::Release);
-        }
     }
 
     /// The process that made or resumed the lane file last.

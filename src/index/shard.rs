@@ -124,11 +124,10 @@ impl SharedShard {
     #[must_use]
     pub fn tenant_floor(&self, tenant: u64) -> u64 {
         let used = self.tenants_used();
-        (0..used)
-            .filter(|at| self.map.load_acquire(W_TENANTS + 2 * at) == tenant)
-            .map(|at| self.tenant_word(at))
-            .max()
-            .unwrap_or(0)
+        let is_its = |at: &usize| self.map.load_acquire(W_TENANTS + 2 * at) == tenant;
+        // Asked again after the floor: the place may have gone to another tenant in between.
+        let floor = |at: usize| Some(self.tenant_word(at)).filter(|_| is_its(&at));
+        (0..used).filter(is_its).filter_map(floor).max().unwrap_or(0)
     }
 
     /// Whether any tenant has a floor, or had one.

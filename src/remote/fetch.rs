@@ -315,7 +315,7 @@ async fn fill(
     (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
     put: Put,
 ) -> Result<bool, RemoteCause> {
-    let id = FrameId { key: wanted.key, sequence: put.sequence() };
+    let id = FrameId { key: wanted.key, put: to.log.put_id(put.drive(), put.sequence()) };
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
     let slot = SlotWriter::new(put);

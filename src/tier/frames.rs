@@ -116,7 +116,7 @@ impl Frames {
     ) -> bool {
         let Some(frame) = fill.finish() else { return false };
         steps::step();
-        let held = Held { frame, sequence: id.sequence, rank, crcs: Arc::from(crcs), is_unused };
+        let held = Held { frame, put: id.put, rank, crcs: Arc::from(crcs), is_unused };
         let before = self.ranked.lock().insert(id.key, held);
         drop(before);
         true

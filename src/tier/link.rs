@@ -141,7 +141,7 @@ impl FrameLink {
         rank: Rank,
         is_use: bool,
     ) -> Option<(Frame, Arc<[u32]>, u32)> {
-        let ask = Ask::Find { id: (id.key.0, id.sequence), place: place(rank), is_use };
+        let ask = Ask::Find { id: (id.key.0, id.put), place: place(rank), is_use };
         let Answer::Frame { lease, offset, crcs } = self.ask(&ask)? else { return None };
         let frame = FrameFill::new(self.slot(offset, lease)?)?.finish()?;
         Some((frame, Arc::from(crcs), lease))
@@ -149,7 +149,7 @@ impl FrameLink {
 
     /// A frame to be filled, and the number of the lease.
     pub(super) fn reserve(self: &Arc<Self>, id: &FrameId, rank: Rank) -> Option<(FrameFill, u32)> {
-        let ask = Ask::Reserve { id: (id.key.0, id.sequence), place: place(rank) };
+        let ask = Ask::Reserve { id: (id.key.0, id.put), place: place(rank) };
         let Answer::Frame { lease, offset, .. } = self.ask(&ask)? else { return None };
         Some((FrameFill::new(self.slot(offset, lease)?)?, lease))
     }
@@ -163,7 +163,7 @@ impl FrameLink {
     /// Has the owner drop chunks.
     pub(super) fn forget(&self, ids: &[FrameId]) {
         for ids in ids.chunks(MOST_IDS) {
-            self.tell(&Ask::Forget { ids: ids.iter().map(|id| (id.key.0, id.sequence)).collect() });
+            self.tell(&Ask::Forget { ids: ids.iter().map(|id| (id.key.0, id.put)).collect() });
         }
     }
 
@@ -181,7 +181,7 @@ impl FrameLink {
                 return;
             };
             after = Some(last);
-            each(&mut ids.into_iter().map(|(key, sequence)| FrameId { key: ChunkKey(key), sequence }));
+            each(&mut ids.into_iter().map(|(key, put)| FrameId { key: ChunkKey(key), put }));
         }
     }
 

@@ -14,13 +14,13 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Goes up with every change to the messages.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 /// Bytes of a message at most.
 pub(super) const MOST_BYTES: usize = 64 << 10;
 /// Ids in one message at most.
 pub(super) const MOST_IDS: usize = 1000;
 
-/// Key and sequence of a chunk.
+/// Key and put of a chunk.
 pub(super) type Id = ([u8; 32], u64);
 
 /// A load or store of the process that asks, by its own count, and a chunk's place in it.

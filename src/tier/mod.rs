@@ -1,7 +1,7 @@
 //! The memory tier: chunks that were loaded or stored lately, kept in host memory above the drives.
 //!
 //! The tier is inclusive: what it has, a drive has too, and it is asked only for a chunk that a
-//! lookup has just found there, by key and sequence. So what was removed, has expired or lies below
+//! lookup has just found there, by key and put. So what was removed, has expired or lies below
 //! a floor is not served from memory either, although nobody tells this module.
 //!
 //! A frame holds the extents of one chunk, each where it lies in the chunk's slot. Loads read into
@@ -60,8 +60,8 @@ use share::{Place, Share, Sharing};
 pub struct FrameId {
     /// The chunk's key.
     pub key: ChunkKey,
-    /// Sequence of its put.
-    pub sequence: u64,
+    /// Tells its puts apart, on all drives: see [`Log::put_id`](crate::log::Log::put_id).
+    pub put: u64,
 }
 
 /// Counters of the tier; those of events only grow.

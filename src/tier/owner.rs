@@ -252,7 +252,7 @@ impl Owner {
                 None
             }
             Ask::List { after } => {
-                let mut ids: Vec<_> = frames.ids().into_iter().map(|id| (id.key.0, id.sequence)).collect();
+                let mut ids: Vec<_> = frames.ids().into_iter().map(|id| (id.key.0, id.put)).collect();
                 ids.retain(|(key, _)| after.is_none_or(|after| *key > after));
                 ids.sort_unstable();
                 ids.truncate(MOST_IDS);
@@ -328,6 +328,6 @@ impl Peer {
     }
 }
 
-fn id_of((key, sequence): message::Id) -> FrameId {
-    FrameId { key: ChunkKey(key), sequence }
+fn id_of((key, put): message::Id) -> FrameId {
+    FrameId { key: ChunkKey(key), put }
 }

@@ -28,7 +28,7 @@ pub struct Rank {
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) frame: Frame,
-    pub(super) sequence: u64,
+    pub(super) put: u64,
     pub(super) rank: Rank,
     pub(super) crcs: Arc<[u32]>,
     /// A prefetch brought it, and no load has used it yet.
@@ -61,13 +61,12 @@ impl Ranked {
         Some(found)
     }
 
-    /// The frame of `id`, which is about to be used. A frame of an older put is dropped.
+    /// The frame of `id`, which is about to be used. A frame of another put is dropped: what the
+    /// drives have now is `id`.
     pub(super) fn find(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
         let held = self.frames.get_mut(&id.key)?;
-        if held.sequence != id.sequence {
-            if held.sequence < id.sequence {
-                self.take(&id.key);
-            }
+        if held.put != id.put {
+            self.take(&id.key);
             return None;
         }
         self.order.remove(&(held.rank, id.key.0));
@@ -77,13 +76,11 @@ impl Ranked {
         Some((held.frame.clone(), Arc::clone(&held.crcs)))
     }
 
-    /// Adds a chunk, and gives the one that it replaces. Where a newer put of it is there, or after
-    /// a prefetch the same put, `held` is not added and comes back. The caller drops what it gets
-    /// outside of its lock.
+    /// Adds a chunk, and gives the one that it replaces. What a prefetch brings does not replace
+    /// the same put: `held` comes back then. The caller drops what it gets outside of its lock.
     pub(super) fn insert(&mut self, key: ChunkKey, held: Held) -> Option<Held> {
-        let least = held.sequence + u64::from(!held.is_unused);
-        if self.frames.get(&key).is_some_and(|there| there.sequence >= least) {
-            self.wasted += u64::from(held.is_unused);
+        if held.is_unused && self.frames.get(&key).is_some_and(|there| there.put == held.put) {
+            self.wasted += 1;
             return Some(held);
         }
         let before = self.take(&key);
@@ -104,14 +101,14 @@ impl Ranked {
 
     /// Takes out a chunk, if it is still the same.
     pub(super) fn remove(&mut self, id: &FrameId) -> Option<Held> {
-        self.frames.get(&id.key).filter(|held| held.sequence == id.sequence)?;
+        self.frames.get(&id.key).filter(|held| held.put == id.put)?;
         self.take(&id.key)
     }
 
     /// All that is there, lowest first.
     pub(super) fn ids(&self) -> Vec<FrameId> {
         let ids = self.order.iter().map(|(_, key)| ChunkKey(*key));
-        ids.filter_map(|key| Some(FrameId { key, sequence: self.frames.get(&key)?.sequence })).collect()
+        ids.filter_map(|key| Some(FrameId { key, put: self.frames.get(&key)?.put })).collect()
     }
 
     fn take(&mut self, key: &ChunkKey) -> Option<Held> {

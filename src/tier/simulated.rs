@@ -39,7 +39,7 @@ struct SimulatedRun {
 
 /// Bytes that differ between chunks and between places.
 fn bytes_of(id: &FrameId) -> Vec<u8> {
-    let mut x = (u64::from(id.key.0[0]) << 32 | id.sequence).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut x = (u64::from(id.key.0[0]) << 32 | id.put).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
         x ^= x << 13;
         x ^= x >> 7;
@@ -134,7 +134,7 @@ impl World<'_> {
         let older = u64::from(self.one_in(10));
         let latest = &mut self.sequences[key as usize];
         *latest += u64::from(is_new);
-        FrameId { key: ChunkKey([key as u8; 32]), sequence: latest.saturating_sub(older) }
+        FrameId { key: ChunkKey([key as u8; 32]), put: latest.saturating_sub(older) }
     }
 
     fn begin_owner(&mut self) {
@@ -184,7 +184,7 @@ impl World<'_> {
         let process = &mut self.processes[who];
         let Some(connection) = process.connection.as_mut().filter(|_| process.waits.is_none()) else { return };
         process.turn += 1;
-        let (place, named) = (UsedAt { turn: process.turn, depth: 0 }, (id.key.0, id.sequence));
+        let (place, named) = (UsedAt { turn: process.turn, depth: 0 }, (id.key.0, id.put));
         process.waits = Some((id, is_fill));
         connection.asks.push_back(match is_fill {
             true => Ask::Reserve { id: named, place },
@@ -259,7 +259,7 @@ impl World<'_> {
     fn forget(&mut self, who: usize) {
         let id = self.id(false);
         if let Some(connection) = &mut self.processes[who].connection {
-            connection.asks.push_back(Ask::Forget { ids: vec![(id.key.0, id.sequence)] });
+            connection.asks.push_back(Ask::Forget { ids: vec![(id.key.0, id.put)] });
         }
     }
 

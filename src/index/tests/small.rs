@@ -1,5 +1,7 @@
 //! Small facts: packing, insert and remove rules, partial lengths, shard page, identities.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::*;
 use crate::error::ErrorKind;
 
@@ -177,6 +179,24 @@ fn floors_of_everything_and_of_tenants_are_seen_by_all_and_never_sink() {
     let many: Vec<_> = (1..=1000u64).map(|t| (t, t + 100)).collect();
     a.set_floors(4, 5, &many);
     assert!(many.iter().all(|(tenant, floor)| ro.tenant_floor(*tenant) == *floor) && ro.tenants() == 1000);
+}
+
+#[test]
+fn a_tenant_never_gets_the_floor_of_another_that_takes_its_place() {
+    let page = SharedShard::create(&file_of(SharedShard::FILE_BYTES), BOOT, holder(1)).unwrap();
+    page.set_floors(1, 0, &[(7, 50), (8, 50)]);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for turn in 1..200_000 {
+                page.set_floors(turn, 0, if turn % 2 == 0 { &[(8, 50)] } else { &[] });
+            }
+            is_over.store(true, Ordering::SeqCst);
+        });
+        while !is_over.load(Ordering::SeqCst) {
+            assert!(page.is_above_floor(Some(0), 1), "tenant 0 has no floor, but free places have its number");
+        }
+    });
 }
 
 #[test]

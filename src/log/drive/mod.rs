@@ -273,6 +273,7 @@ impl Volume {
             free.push(self.new_lane(&around, next_number)?);
         }
         let mut lanes = Lanes::default();
+        let is_alone = taken.is_empty();
         for candidate in taken {
             if let Some(summary) = lanes.add(around.open_foreign(candidate)) {
                 mount_generation = mount_generation.max(summary.mount_generation);
@@ -288,7 +289,7 @@ impl Volume {
             } else {
                 self.ctx.counters.adopted_lanes.add(1);
             }
-            let (lane, summary) = around.open_held(candidate, files, role)?;
+            let (lane, summary) = around.open_held(candidate, files, (role, is_alone))?;
             self.note(summary);
             match role {
                 LaneRole::Own => {
@@ -379,7 +380,7 @@ impl Volume {
         let Ok(there) = paths::lanes(&self.shard_dir) else { return };
         let numbers: HashSet<u32> = there.iter().map(|(n, _)| *n).collect();
         let mut lanes = Lanes { own: before.own.clone(), ..Lanes::default() };
-        let stays = |l: &&Arc<Lane>| l.is_held() || (numbers.contains(&l.number) && l.is_still_there());
+        let stays = |l: &&Arc<Lane>| l.is_held() || (numbers.contains(&l.number) && l.index.is_named());
         // A lane that was read into memory may have a writer and a shared table by now: it is
         // attached to anew.
         lanes.all.extend(before.all.iter().filter(stays).filter(|l| l.is_held() || l.shared().is_some()).cloned());
@@ -397,8 +398,14 @@ impl Volume {
             return Ok(());
         }
         let held: HashSet<u32> = self.lanes().held().map(|l| l.number).collect();
-        for (number, dir) in paths::lanes(&self.shard_dir)?.into_iter().filter(|(n, _)| !held.contains(n)) {
-            let _lock = self.lock_shard()?;
+        let mut others = paths::lanes(&self.shard_dir)?;
+        others.retain(|(number, _)| !held.contains(number));
+        if others.is_empty() {
+            return Ok(());
+        }
+        // A process that opens the cache has it for as long as its recovery takes.
+        let Some(_lock) = self.try_lock_shard()? else { return Ok(()) };
+        for (number, dir) in others {
             let lock = match try_lock(&dir) {
                 Ok(None) => continue,
                 lock => lock,
@@ -407,7 +414,8 @@ impl Volume {
             // One that cannot be adopted must not keep the others.
             let opened = lock.and_then(|lock| {
                 let files = around.open_or_recreate(&dir)?;
-                around.open_held(LaneCandidate { number, dir: dir.clone(), lock }, files, LaneRole::Adopted)
+                let candidate = LaneCandidate { number, dir: dir.clone(), lock };
+                around.open_held(candidate, files, (LaneRole::Adopted, false))
             });
             match opened {
                 Ok((lane, summary)) => {
@@ -453,6 +461,16 @@ impl Volume {
     /// `TimedOut` where another process keeps it.
     pub(super) fn lock_shard(&self) -> Result<ShardLock> {
         ShardLock::take(&self.shard_dir, self.ctx.options.io_timeout)
+    }
+
+    /// As [`lock_shard`](Self::lock_shard), without waiting; `None` where another process keeps it.
+    /// For the maintenance thread, which has other things to do and comes again.
+    pub(super) fn try_lock_shard(&self) -> Result<Option<ShardLock>> {
+        match ShardLock::take(&self.shard_dir, Duration::ZERO) {
+            Ok(lock) => Ok(Some(lock)),
+            Err(e) if e.kind() == ErrorKind::TimedOut => Ok(None),
+            Err(e) => Err(e),
+        }
     }
 
     /// Whether an entry lies above its floor and has not expired.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::{Lane, LaneState, aligned};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
-use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader, RegionLayout};
 use crate::index::{Entry, EntryKind, Mark, SegmentState};
 
@@ -66,13 +66,9 @@ impl Lane {
     /// Bytes of a region up to the end of `records` records; 0 where that is all of it.
     fn region_used(&self, records: usize) -> u64 {
         let layout = RegionLayout::of(self.superblock.region_bytes);
-        let used = (layout.records_at() + records * sealed_record_bytes()).next_multiple_of(PAGE_BYTES) as u64;
+        let used = (layout.records_at() + records * RECORD_BYTES).next_multiple_of(PAGE_BYTES) as u64;
         if used < self.superblock.region_bytes { used } else { 0 }
     }
-}
-
-const fn sealed_record_bytes() -> usize {
-    crate::format::record::RECORD_BYTES
 }
 
 /// Sets in each record how often its chunk has been used since it was stored, for the order of
@@ -168,7 +164,7 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     }
     let layout = RegionLayout::of(lane.superblock.region_bytes);
     let count = header.count.min(layout.records as u32);
-    let len = (count as usize * sealed_record_bytes()).next_multiple_of(PAGE_BYTES);
+    let len = (count as usize * RECORD_BYTES).next_multiple_of(PAGE_BYTES);
     let body = lane.read(&lane.index, offset + layout.records_at() as u64, len)?;
     let (records, damaged) = sealed::decode_records(body.as_slice(), count);
     // A crash may have kept the new first page and lost the rest: then the records behind it are

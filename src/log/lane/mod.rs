@@ -50,7 +50,7 @@ pub(super) use io::aligned;
 pub(super) use pending::{Pending, RecordBatch};
 pub(super) use puts::{Puts, Unpublished};
 pub(super) use segments::{FoundSegment, Need, RESERVE_BYTES, Segment, SegmentPhase, Segments, SlotPlace, expiry_of};
-pub(super) use tables::{
+pub(super) use tables::{if_any, 
     Growth, anonymous_table, grow, growth_bytes, make_table, shared_state, show_table, wants_growth,
 };
 pub(super) use usage::{PolicyEvent, Usage, quota_tenant, slot_bytes, tenant_of};
@@ -414,11 +414,6 @@ impl Lane {
     /// Place of a segment's region in index.kv.
     pub(super) fn region_offset(&self, segment: u32) -> u64 {
         self.superblock.regions_offset + u64::from(segment) * self.superblock.region_bytes
-    }
-
-    /// Whether its directory still holds the file that is open here.
-    pub(super) fn is_still_there(&self) -> bool {
-        self.index.is_named()
     }
 
     /// Whether a segment is leased in its use of this epoch.

@@ -39,19 +39,21 @@ impl Growth {
 }
 
 /// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its
-/// own. `old` is the one that is there, to which processes may be attached. On a full file system it
-/// goes first: they are told, and wait for the new one.
+/// own. On a full file system the one that is there goes first: where the caller gives it, as
+/// nobody else may have it mapped. Its blocks would not come free, and others would wait for a new
+/// table that cannot be made.
 pub(in crate::log) fn make_table(
     ctx: &Ctx,
     dir: &Path,
     (entries, generation): (u64, u64),
-    old: &RefCell<Option<Table>>,
+    goes_first: Option<&RefCell<Option<Table>>>,
 ) -> Result<Table> {
     let spec = spec(ctx, entries, generation);
     let bytes = Table::file_bytes(spec.max_entries)?;
     let made = paths::new_shared(dir, paths::TABLE_SHM, bytes);
-    let made = made.or_else(|e| match e.kind() {
-        ErrorKind::NoSpace => {
+    let made = made.or_else(|e| match goes_first {
+        Some(old) if e.kind() == ErrorKind::NoSpace => {
+            // Readers may have it.
             old.take().iter().for_each(Table::mark_moved);
             paths::replacing_dead(dir, paths::TABLE_SHM, bytes)
         }
@@ -99,11 +101,10 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
         shared.set_floors_done(0);
         return Ok(shared);
     }
-    let old = attach_shared(ctx, dir).ok();
+    let old = if_any(attach_shared(ctx, dir))?;
     let make = if old.is_some() { paths::new_shared } else { paths::replacing_dead };
     let file = make(dir, paths::LANE_SHM, index::SharedLane::file_bytes(segments))?;
     let shared = index::SharedLane::create(&file, &spec)?;
-    paths::put_in_place(dir, paths::LANE_SHM)?;
     if let Some(old) = old {
         if !old.erasures_are_durable() {
             shared.note_erasure();
@@ -113,9 +114,19 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
                 drop(shared.set_segment(number, condemned.state, condemned.epoch));
             }
         }
-        old.mark_moved();
     }
+    paths::put_in_place(dir, paths::LANE_SHM)?;
     Ok(shared)
+}
+
+/// What is in a file that may be missing, or be of no use. Any other error says nothing of the
+/// file: others may use it.
+pub(in crate::log) fn if_any<T>(attached: Result<T>) -> Result<Option<T>> {
+    match attached {
+        Ok(found) => Ok(Some(found)),
+        Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::Permission) => Err(e),
+        Err(_) => Ok(None),
+    }
 }
 
 /// Whether the table should grow now: it is nearly full, or puts wait that found no place in it.

@@ -265,7 +265,11 @@ impl Log {
                 volume.note_bad_read(ErrorKind::Io);
             }
             self.tell_bad(chunk, why);
-            discard(volume, &chunk.lane, &entry);
+            // After several errors in a row it is the drive that is bad: its chunks may be read
+            // again when it is back.
+            if !matches!(why, Bad::Io) || volume.answers.is_good() {
+                discard(volume, &chunk.lane, &entry);
+            }
         }
         true
     }

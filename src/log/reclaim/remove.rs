@@ -88,16 +88,16 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     if volume.own().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root));
     }
-    let until = Instant::now() + volume.ctx.options.io_timeout;
-    let removal = KeyRemoval { volume, keys, until, by_others: Cell::new(false) };
+    let removal = KeyRemoval { volume, keys, waits_since: Cell::new(None), by_others: Cell::new(false) };
     let mut outcome = volume.find_all_lanes().and_then(|()| volume.flush_lane_names());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
     // Repeated until nothing is found: reclaim may have moved a chunk from a lane not yet looked at
-    // to one that was. A move by another process leaves no trace in the lane it came from, so where
-    // there are such lanes one more look in vain is needed.
-    let is_shared = volume.lanes().all.iter().any(|lane| !lane.is_held());
+    // to one that was. A move leaves no trace in the lane it came from, so where there are several
+    // lanes one more look in vain is needed.
+    let has_several = volume.lanes().all.len() > 1;
     let (mut looks, mut looks_in_vain) = (0, 0);
-    while looks_in_vain <= usize::from(is_shared) {
+    let first_look = Instant::now();
+    while looks_in_vain <= usize::from(has_several) {
         let mut found = false;
         for lane in &volume.lanes().all {
             let one = removal.in_lane(lane);
@@ -113,7 +113,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
         looks_in_vain = if found { 0 } else { looks_in_vain + 1 };
         looks += 1;
         // The first look may take as long as the drive needs to erase what is there.
-        if found && looks > 1 && Instant::now() >= removal.until {
+        if found && looks > 1 && first_look.elapsed() >= volume.ctx.options.io_timeout {
             outcome = Err(
                 Error::new(ErrorKind::TimedOut, "the keys are stored as fast as they are removed").at(&volume.root)
             );
@@ -143,7 +143,8 @@ fn flush(lane: &Lane) -> Result<()> {
 struct KeyRemoval<'a> {
     volume: &'a Volume,
     keys: &'a [ChunkKey],
-    until: Instant,
+    /// Since when the lane's holder has been waited for.
+    waits_since: Cell<Option<Instant>>,
     /// Some slot was unreadable already, and the process that made it so may not have counted or
     /// flushed that yet.
     by_others: Cell<bool>,
@@ -184,6 +185,7 @@ impl KeyRemoval<'_> {
     /// Makes the keys' slots unreadable in a lane that another process writes; how many that were.
     fn in_foreign(&self, lane: &Arc<Lane>) -> Result<usize> {
         let mut count = 0;
+        self.waits_since.set(None);
         for key in self.keys {
             while let Some((entry, _, mark)) = self.entry(lane, key)? {
                 if mark == Some(Mark::Removed) && count == 0 && !self.is_readable(lane, &entry)? {
@@ -226,7 +228,9 @@ impl KeyRemoval<'_> {
 
     fn wait_for_holder(&self, lane: &Lane) -> Result<()> {
         let ctx = &self.volume.ctx;
-        if Instant::now() >= self.until || ctx.is_closed() || ctx.options.foreground {
+        let since = self.waits_since.get().unwrap_or_else(Instant::now);
+        self.waits_since.set(Some(since));
+        if since.elapsed() >= ctx.options.io_timeout || ctx.is_closed() || ctx.options.foreground {
             let why = "the process that writes the lane is changing its table, evicting or moving slots, and does not end";
             return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
         }

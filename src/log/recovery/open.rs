@@ -25,7 +25,7 @@ use crate::log::base::sizes::{self, Sizes};
 use crate::log::journal;
 use crate::log::lane::{
     Lane, LaneParts, LaneRole, LaneState, SegmentPhase, SlotRange, anonymous_table, attach_shared, attach_table,
-    make_table, shared_state, show_table,
+    if_any, make_table, shared_state, show_table,
 };
 
 /// A lane directory whose lock this process has, or that it may only look at.
@@ -193,12 +193,13 @@ impl Surroundings {
         Ok(())
     }
 
-    /// Recovers a lane whose lock this process has.
+    /// Recovers a lane whose lock this process has. `is_alone`: no other process writes a lane of
+    /// the shard.
     pub(in crate::log) fn open_held(
         &self,
         candidate: LaneCandidate,
         files: LaneFiles,
-        role: LaneRole,
+        (role, is_alone): (LaneRole, bool),
     ) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
@@ -213,9 +214,10 @@ impl Surroundings {
         let generation = ctx.options.clock.boot_ns();
         // All of it is about to be written, in no order: one sweep costs less than a page fault
         // each.
-        let old = RefCell::new(attach_table(ctx, &candidate.dir).ok());
+        let old = RefCell::new(if_any(attach_table(ctx, &candidate.dir))?);
+        let goes_first = is_alone.then_some(&old);
         let make =
-            |entries| make_table(ctx, &candidate.dir, (entries, generation), &old).inspect(Table::populate);
+            |entries| make_table(ctx, &candidate.dir, (entries, generation), goes_first).inspect(Table::populate);
         let (state, table, summary, unnamed) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
@@ -233,7 +235,13 @@ impl Surroundings {
             lock: candidate.lock,
         });
         finish_recovery(&lane, &unnamed)?;
-        show_table(&lane.dir, old.take().as_ref())?;
+        let old = old.take();
+        show_table(&lane.dir, old.as_ref())?;
+        if let Some(old) = old {
+            // What others have removed since their writer died, or had removed before it swept.
+            old.carry_marks(&lane.table())?;
+            lane.shared().iter().for_each(|shared| shared.note_removal());
+        }
         end_condemned(&lane)?;
         Ok((lane, summary))
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, bounded};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use parking_lot::Mutex;
 
 use super::support::*;
@@ -34,6 +34,8 @@ struct Beside {
     /// Writes and flushes of the move so far.
     steps: usize,
     begun: Option<Receiver<End>>,
+    /// Lets a removal go on that has begun before the move, and what it will return.
+    early: Option<(Sender<()>, Receiver<End>)>,
     end: Option<End>,
     /// Slots that could be read at later steps.
     later: usize,
@@ -50,16 +52,42 @@ fn readable(lanes: &[Arc<Lane>]) -> usize {
 }
 
 impl Beside {
+    fn remove(&self) -> Receiver<End> {
+        let (tx, rx) = bounded(1);
+        let (remover, lanes) = (Arc::clone(&self.remover), self.lanes.clone());
+        thread::spawn(move || {
+            let removed = remover.remove(&[key(REMOVED)]);
+            drop(remover);
+            tx.send((removed, readable(&lanes))).unwrap();
+        });
+        rx
+    }
+
+    /// Begins a removal that stops before it looks at `own`, the first lane.
+    fn remove_early(&mut self, own: Arc<Lane>) {
+        let ((let_go, go_on), (held, holds)) = (bounded(1), bounded(1));
+        thread::spawn(move || {
+            let _one = own.erasing.lock();
+            held.send(()).unwrap();
+            go_on.recv().unwrap();
+        });
+        holds.recv().unwrap();
+        let rx = self.remove();
+        // Until it waits for the lock.
+        thread::sleep(Duration::from_millis(20));
+        self.early = Some((let_go, rx));
+    }
+
     /// Called before each step of the move.
     fn meet(&mut self) {
         if self.steps == self.at {
-            let (tx, rx) = bounded(1);
-            let (remover, lanes) = (Arc::clone(&self.remover), self.lanes.clone());
-            thread::spawn(move || {
-                let removed = remover.remove(&[key(REMOVED)]);
-                drop(remover);
-                tx.send((removed, readable(&lanes))).unwrap();
-            });
+            let rx = match self.early.take() {
+                Some((let_go, rx)) => {
+                    let_go.send(()).unwrap();
+                    rx
+                }
+                None => self.remove(),
+            };
             // A removal that waits for the move can end only when the move goes on.
             let waits = self.lanes.iter().any(|lane| lane.shared().is_some_and(|s| s.has_condemned()));
             self.end = rx.recv_timeout(Duration::from_millis(if waits { 50 } else { 20_000 })).ok();
@@ -108,8 +136,9 @@ fn small(dir: &Path) -> LogOptions {
 }
 
 /// Runs a removal that begins at step `at` of a move; how many steps the move has.
-fn remove_at(at: usize, by_other: bool, of_adopted: bool) -> usize {
-    let case = format!("at step {at}, by another process: {by_other}, of an adopted lane: {of_adopted}");
+fn remove_at(at: usize, (by_other, of_adopted, is_early): (bool, bool, bool)) -> usize {
+    let case =
+        format!("at step {at}, by another process: {by_other}, of an adopted lane: {of_adopted}, early: {is_early}");
     let dir = temp();
     let (log, hook) = hooked(dir.path());
     if of_adopted {
@@ -134,7 +163,10 @@ fn remove_at(at: usize, by_other: bool, of_adopted: bool) -> usize {
     let foreign = by_other.then(|| Log::open(small(dir.path())).unwrap());
     let remover = Arc::clone(foreign.as_ref().unwrap_or(&log));
     let lanes: Vec<_> = log.volumes[0].lanes().held().cloned().collect();
-    let beside = Beside { remover, at, lanes, steps: 0, begun: None, end: None, later: 0 };
+    let mut beside = Beside { remover, at, lanes, steps: 0, begun: None, early: None, end: None, later: 0 };
+    if is_early && at != usize::MAX {
+        beside.remove_early(log.volumes[0].own().unwrap());
+    }
     *hook.lock() = Some((thread::current().id(), beside));
     assert!(steps::reclaim_one(&log.volumes[0]), "{case}");
     let (_, mut beside) = hook.lock().take().unwrap();
@@ -151,10 +183,11 @@ fn remove_at(at: usize, by_other: bool, of_adopted: bool) -> usize {
 
 #[test]
 fn what_is_removed_at_any_step_of_a_move_cannot_be_read_when_the_removal_has_returned() {
-    for (by_other, of_adopted) in [(true, false), (true, true), (false, false), (false, true)] {
-        let steps = remove_at(usize::MAX, by_other, of_adopted);
+    let (no, yes) = (false, true);
+    for how in [(yes, no, no), (yes, yes, no), (no, no, no), (no, yes, no), (no, yes, yes)] {
+        let steps = remove_at(usize::MAX, how);
         assert!(steps > 2 * MOVED.len(), "the move is not seen: {steps} steps");
-        (0..steps).for_each(|at| assert!(remove_at(at, by_other, of_adopted) > 0));
+        (0..steps).for_each(|at| assert!(remove_at(at, how) > 0));
     }
 }
 

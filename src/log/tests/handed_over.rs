@@ -115,6 +115,28 @@ fn a_removal_waits_for_the_table_that_names_what_a_dead_writer_had_moved() {
 }
 
 #[test]
+fn what_was_removed_after_its_writer_had_died_can_be_stored_anew_by_the_next() {
+    let dir = temp();
+    let holder = Log::open(small(dir.path())).unwrap();
+    (0..3).for_each(|n| assert!(store(&holder, n)));
+    holder.seal(soon()).unwrap();
+    let remover = Log::open(LogOptions {
+        foreground: false,
+        scan_interval: Duration::from_secs(3600),
+        ..small(dir.path())
+    })
+    .unwrap();
+    holder.abandon();
+    drop(holder);
+    assert_eq!(remover.remove(&[key(1)]).unwrap(), [true]);
+    let next = Log::open(small(dir.path())).unwrap();
+    assert!(!next.contains(&key(1)) && next.contains(&key(2)), "index.kv still names it");
+    turns(&next);
+    assert!(store_spec(&next, spec(1), 1, 1).unwrap());
+    assert_eq!(version(&next, 1, 2), Some(1));
+}
+
+#[test]
 fn the_floor_of_a_tenant_stays_while_a_condemned_segment_may_hold_its_slots() {
     let dir = temp();
     let (log, fails) = stuck(dir.path());

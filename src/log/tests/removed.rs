@@ -219,6 +219,38 @@ fn what_was_found_bad_can_be_stored_anew_when_its_slot_is_unreadable() {
     assert_eq!(version(&open(dir.path()), 1, 2), Some(1));
 }
 
+/// Otherwise no entry would say that the old slot is to be made unreadable.
+#[test]
+fn a_put_does_not_take_the_place_of_what_was_found_bad_meanwhile() {
+    let dir = temp();
+    let log = still(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    let (place, chunk) = (SlotPlace::of(&log, 1), log.locate(&key(1), PIN).unwrap());
+    let first = begin(&log, spec(8)).unwrap().unwrap();
+    let crcs = write_extents(&log, &first, 8, 0).unwrap();
+    let other = log.locate(&key(2), PIN).unwrap();
+    (0..4).for_each(|_| assert!(log.report_bad(&other, Bad::TimedOut)));
+    assert!(!log.answers() && commit(first, &crcs).unwrap(), "the drive takes puts again");
+    let put = begin(&log, spec(1)).unwrap().expect("of what the drive has nothing is found for a while");
+    let crcs = write_extents(&log, &put, 1, 1).unwrap();
+    assert!(log.report_bad(&chunk, Bad::Corrupt) && place.is_readable());
+    assert_eq!(commit(put, &crcs).unwrap_err().kind(), ErrorKind::Cancelled);
+    log.turn(Turn::Maintain);
+    assert!(!place.is_readable());
+}
+
+#[test]
+fn chunks_of_a_drive_that_answers_nothing_are_kept_for_when_it_is_back() {
+    let dir = temp();
+    let log = still(dir.path());
+    (0..8).for_each(|n| assert!(store(&log, n)));
+    let chunks: Vec<_> = (0..8).map(|n| log.locate(&key(n), PIN).unwrap()).collect();
+    chunks.iter().for_each(|chunk| assert!(log.report_bad(chunk, Bad::Io)));
+    let table = log.volumes[0].own().unwrap().table();
+    let kept: Vec<bool> = (0..8).map(|n| table.get(&key(n)).is_some()).collect();
+    assert_eq!(kept, [false, false, false, true, true, true, true, true]);
+}
+
 #[test]
 fn a_removal_makes_what_was_found_bad_unreadable_before_it_returns() {
     let dir = temp();

@@ -145,6 +145,10 @@ fn enter(lane: &Lane, state: &mut LaneState, commit: &mut Commit) -> Result<()> 
     if is_gone(&commit.reservation, &commit.record) {
         return Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored"));
     }
+    // An entry that is on its way out says which slot is to be made unreadable.
+    if table.get_marked(&commit.record.key).is_some_and(|(.., mark)| mark.is_some()) {
+        return Err(Error::new(ErrorKind::Cancelled, "what was stored under the key before is still being removed"));
+    }
     state.enter(&table, shared.as_ref(), &commit.record)?;
     state.log(commit.record);
     policy::note_published(state, &commit.record);

@@ -300,7 +300,7 @@ impl ChunkSource for Slot {
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(FrameId { key: self.key, sequence: 1 })
+        Some(FrameId { key: self.key, put: 1 })
     }
 
     fn report_bad(&self, cause: MissCause) -> MissCause {
@@ -327,7 +327,7 @@ impl ChunkSink for Slot {
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(FrameId { key: self.key, sequence: 1 })
+        Some(FrameId { key: self.key, put: 1 })
     }
 
     fn commit(&self, crcs: Vec<u32>, done: CommitDone) {

@@ -1,7 +1,7 @@
 //! Processes that share frames, their threads that fill and read them, and a drive that finishes
 //! its transfers after the death of their process: in thousands of orders, with deaths at any step.
 //!
-//! Every word of a frame names the chunk, its sequence, its place and the memory that it was
+//! Every word of a frame names the chunk, its put, its place and the memory that it was
 //! written to. So a reader notices a frame that was given to another chunk, is half full, is of
 //! another put, or was filled for another owner.
 
@@ -46,7 +46,7 @@ fn count(counter: &AtomicU64, n: u64) {
 struct World {
     turns: Arc<Turns>,
     dir: PathBuf,
-    /// The sequence that each key has on the drive.
+    /// The put that each key has on the drive.
     sequences: Mutex<Vec<u64>>,
     /// At one in this many steps of the operator a process ends.
     deaths: u64,
@@ -90,7 +90,7 @@ struct Words {
 
 impl Words {
     fn word(&self, n: usize) -> u64 {
-        let mut z = self.id.sequence << 32 | u64::from(self.id.key.0[0]) << 16 | (self.at + n * 8) as u64;
+        let mut z = self.id.put << 32 | u64::from(self.id.key.0[0]) << 16 | (self.at + n * 8) as u64;
         z = (z ^ self.memory << 40).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         // Never 0, which memory that was replaced reads as.
         (z ^ (z >> 31)) | 1
@@ -273,8 +273,8 @@ impl User {
             let key = turns.below(KEYS);
             let now = self.world.sequences.lock()[key as usize];
             // A lookup of before has found what was there then.
-            let sequence = now - u64::from(now > 1 && turns.one_in(8));
-            let id = FrameId { key: ChunkKey([key as u8; 32]), sequence };
+            let put = now - u64::from(now > 1 && turns.one_in(8));
+            let id = FrameId { key: ChunkKey([key as u8; 32]), put };
             let rank = Rank { turn: self.tier.turn(), depth: Reverse(key as u32) };
             match turns.below(16) {
                 0..8 => {
@@ -286,7 +286,7 @@ impl User {
                 _ => {
                     self.world.sequences.lock()[key as usize] += 1;
                     let there = self.world.sequences.lock().clone();
-                    self.tier.retain(|id| there[usize::from(id.key.0[0])] == id.sequence);
+                    self.tier.retain(|id| there[usize::from(id.key.0[0])] == id.put);
                 }
             }
         }
