@@ -203,6 +203,10 @@ fn a_file_that_is_none_is_told_apart() {
     }
     let e = Loader::bare().env([("FOREBAY_GDS_CONFIG", "{cache_dir: [")]).load().unwrap_err();
     assert!(e.to_string().contains("FOREBAY_GDS_CONFIG") && e.to_string().contains("quote it"), "{e}");
+    // Another program's variable may hold anything.
+    let (_, warnings) =
+        Loader::bare().env([("LMCACHE_PULL_URL", "{host}:8300"), ("FOREBAY_PORT_9", "[::1]:9")]).load().unwrap();
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
 }
 
 #[test]

@@ -168,6 +168,11 @@ impl Flatten<'_> {
     }
 }
 
+/// Whether a key is a setting, or a section of them.
+pub(super) fn is_known(key: &str) -> bool {
+    resolve(key).is_some() || SECTIONS.contains(&key)
+}
+
 /// The setting that a key was probably meant to be.
 pub(super) fn suggestion(key: &str) -> Option<String> {
     if let Some((_, ours)) = RELATED.iter().find(|(theirs, _)| *theirs == key) {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::keys::{self, Flatten, Layer};
+use super::keys::{self, Flatten, Layer, is_known};
 use super::warning::{Origin, Warning, WarningKind};
 use super::{Settings, validate, value};
 use crate::error::{Error, ErrorKind, Result};
@@ -245,15 +245,19 @@ impl Loader {
                 }
                 continue;
             }
-            let Some(text) = value.to_str() else {
-                return Err(Error::new(ErrorKind::Config, format!("the environment variable {name} is not UTF-8"))
-                    .advice("write the value in UTF-8"));
+            let (key, origin) = (key.to_ascii_lowercase(), Origin::Env(name.clone()));
+            // Other programs' variables may hold anything.
+            let text = match value.to_str() {
+                Some(text) => text,
+                None if !is_known(&key) => "",
+                None => {
+                    return Err(Error::new(ErrorKind::Config, format!("the environment variable {name} is not UTF-8"))
+                        .advice("write the value in UTF-8"));
+                }
             };
-            let origin = Origin::Env(name.clone());
-            let key = key.to_ascii_lowercase();
             let value = match key.as_str() {
                 SPACED_TEXT => Value::from(unquoted(text)),
-                key if TEXTS.contains(&key) => Value::from(unquoted(text.trim())),
+                key if TEXTS.contains(&key) || !is_known(key) => Value::from(unquoted(text.trim())),
                 _ => env_value(text, &origin)?,
             };
             layer.entry(key, value, &origin)?;

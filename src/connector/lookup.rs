@@ -301,7 +301,7 @@ impl Pins {
             return Ok(tokens);
         }
         let pin_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
-        let found = engines.map(|engine| engine.lookup(prompt, pin_ms)).collect::<Result<Vec<_>>>()?;
+        let found = engines.map(|engine| engine.look(prompt, pin_ms)).collect::<Result<Vec<_>>>()?;
         let there = found.iter().map(|f| f.matched_tokens).min().unwrap_or(tokens).min(tokens);
         self.of.insert(req_id.to_owned(), Pinned { tokens: there, since: Instant::now(), _found: found });
         Ok(there)
@@ -316,7 +316,7 @@ impl Pins {
 pub(super) fn least<'a>(engines: impl Iterator<Item = &'a Engine>, prompt: &Prompt) -> Result<Option<usize>> {
     let mut least = None;
     for engine in engines {
-        let found = engine.lookup(prompt, 0)?.matched_tokens;
+        let found = engine.look(prompt, 0)?.matched_tokens;
         least = Some(least.map_or(found, |l: usize| l.min(found)));
         if found == 0 {
             break;

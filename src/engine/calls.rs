@@ -28,12 +28,22 @@ impl Engine {
     /// # Errors
     /// [`ErrorKind::Forked`]; [`ErrorKind::InvalidInput`] for a prompt with another chunk size.
     pub fn lookup(&self, prompt: &Prompt, pin_ms: u64) -> Result<Lookup> {
+        self.find(prompt, pin_ms, true)
+    }
+
+    /// As [`Engine::lookup`], for a request that is asked about again and again: does not count as
+    /// a use.
+    pub(crate) fn look(&self, prompt: &Prompt, pin_ms: u64) -> Result<Lookup> {
+        self.find(prompt, pin_ms, false)
+    }
+
+    fn find(&self, prompt: &Prompt, pin_ms: u64, is_use: bool) -> Result<Lookup> {
         let inner = self.check()?;
         inner.check_prompt(prompt)?;
         let started = Instant::now();
         let mut found = Lookup::default();
         if let Some(log) = inner.log() {
-            found.full_chunks = log.lookup(prompt.keys());
+            found.full_chunks = if is_use { log.lookup(prompt.keys()) } else { log.look(prompt.keys()) };
             found.matched_tokens = found.full_chunks * prompt.chunk_tokens();
             let mut keys: Vec<ChunkKey> = prompt.keys().iter().take(found.full_chunks).copied().collect();
             if let Some((len, key)) = longest_partial(&log, prompt, found.full_chunks) {
@@ -42,7 +52,8 @@ impl Engine {
             }
             if pin_ms > 0 {
                 let pin = Duration::from_millis(pin_ms);
-                found.pinned = keys.iter().map_while(|k| log.locate(k, pin)).collect();
+                let held = |key| if is_use { log.locate(key, pin) } else { log.hold(key, pin) };
+                found.pinned = keys.iter().map_while(held).collect();
                 if found.pinned.len() < keys.len() {
                     // The others were evicted since the lookup.
                     found.full_chunks = found.full_chunks.min(found.pinned.len());
@@ -81,9 +92,10 @@ impl Engine {
                 timeout: request.timeout,
             },
         };
+        let gib = u32::try_from((inner.geometry.chunk_bytes(wanted) >> 30) + 1).unwrap_or(u32::MAX);
         let lease = match request.timeout {
             Some(LoadTimeout::Total(time)) => time,
-            Some(LoadTimeout::PerGib(time)) => time.max(LOAD_LEASE),
+            Some(LoadTimeout::PerGib(time)) => time.saturating_mul(gib).max(LOAD_LEASE),
             None => LOAD_LEASE,
         };
         planner.run(lease)?;
@@ -162,10 +174,9 @@ impl Engine {
         inner.sweep_memory(&log);
         if let Some(remote) = &inner.remote {
             let is_told = |at: usize| at < prompt.keys().len() || there.get(at).is_some_and(|there| *there);
-            let (told, mut others): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(at, _)| is_told(*at));
-            // Partial chunks that no drive here has can be in the object store only where servers
-            // upload partial chunks.
-            others.retain(|_| inner.options.settings.save_unfull_chunk);
+            // Partial chunks that no drive here has too: `sync` or another server may have uploaded
+            // them.
+            let (told, others): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(at, _)| is_told(*at));
             let [told, others] = [told, others].map(|some| some.into_iter().map(|(_, key)| *key).collect::<Vec<_>>());
             let deleted = remote.remove((told.as_slice(), others.as_slice()), prompt.tenant());
             // Again: a fetch may have read a chunk before it was deleted there.

@@ -199,8 +199,9 @@ impl Engine {
         let geometry = open::geometry_of(&options.settings, options.geometry.clone())?;
         let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
-        let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
+        // Before the cache: a thread that tries again to open one would outlive an error here.
         let remote = open::remote(&options, &geometry)?;
+        let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
         let counters = stats::EngineCounters::default();
         let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, remote, counters, forks });
         Ok(Self { inner })

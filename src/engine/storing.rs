@@ -111,15 +111,17 @@ impl EngineInner {
     fn plan(&self, request: &StoreRequest, planner: &Planner<'_>, chosen: Chosen) -> Result<StorePlan> {
         let Chosen { chunks, already_there, shed } = chosen;
         let mut plan = StorePlan { chunks: Vec::with_capacity(chunks.len()), already_there, shed };
-        let Some((log, first)) = self.log().zip(chunks.first()) else { return Ok(plan) };
+        let Some(log) = self.log() else {
+            plan.shed.push((ShedCause::Closed, chunks.len()));
+            return Ok(plan);
+        };
+        let Some(first) = chunks.first() else { return Ok(plan) };
         let (root, preferred_drive) = (Some(first.key), log.preferred_drive(&request.prompt.parent_of(first.index)));
         let step = self.geometry.chunk_tokens;
         for chunk in &chunks {
             let tokens = chunk.tokens.len() as u32;
             let mut put = Box::new(PutSpec { root, preferred_drive, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
-            // A removal deletes partial chunks in the remote tier only where the setting has them
-            // there.
             let is_remote = tokens == step || self.options.settings.save_unfull_chunk;
             let remote = self.remote.clone().filter(|_| is_remote);
             plan.chunks.push(StoreChunk {
@@ -161,7 +163,7 @@ pub(super) fn later(inner: &Arc<EngineInner>, request: StoreRequest) -> Result<S
     let inner = Arc::downgrade(inner);
     let find = move || match inner.upgrade() {
         Some(inner) => inner.plan(&request, &inner.planner(&request)?, chosen),
-        None => Ok(StorePlan::default()),
+        None => Ok(StorePlan { shed: vec![(ShedCause::Closed, at_most)], ..StorePlan::default() }),
     };
     Ok(StoreSpec { chunks: StoreChunks::Later { at_most, find: Box::new(find) }, ..spec })
 }

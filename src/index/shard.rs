@@ -124,10 +124,14 @@ impl SharedShard {
     #[must_use]
     pub fn tenant_floor(&self, tenant: u64) -> u64 {
         let used = self.tenants_used();
-        let is_its = |at: &usize| self.map.load_acquire(W_TENANTS + 2 * at) == tenant;
-        // Asked again after the floor: the place may have gone to another tenant in between.
-        let floor = |at: usize| Some(self.tenant_word(at)).filter(|_| is_its(&at));
-        (0..used).filter(is_its).filter_map(floor).max().unwrap_or(0)
+        // The floor is read before and after: the place may go to another tenant meanwhile, but then
+        // with another floor, as each is a sequence of its own.
+        let floor = |at: usize| {
+            let before = self.tenant_word(at);
+            let is_its = before > 0 && self.map.load_acquire(W_TENANTS + 2 * at) == tenant;
+            (is_its && self.tenant_word(at) == before).then_some(before)
+        };
+        (0..used).filter_map(floor).max().unwrap_or(0)
     }
 
     /// Whether any tenant has a floor, or had one.

@@ -115,7 +115,7 @@ pub struct Chain {
 
 impl Chain {
     /// Hashes the full chunks of `tokens`; a remainder shorter than a chunk has its keys from
-    /// [`Chain::partial_key`].
+    /// [`Chain::partial_key_at`].
     ///
     /// A chunk size of 0 gives no keys.
     #[must_use]
@@ -166,16 +166,10 @@ impl Chain {
         i.checked_sub(1).and_then(|p| self.keys.get(p)).copied().unwrap_or(self.root)
     }
 
-    /// The key of a partial last chunk that holds the first `len` tokens after the full chunks;
-    /// `None` where `tokens` (all tokens of the prompt) has fewer, or `len` is 0 or a whole
-    /// chunk.
-    #[must_use]
-    pub fn partial_key(&self, tokens: &[u32], len: usize, extra: &Extra) -> Option<ChunkKey> {
-        self.partial_key_at(self.keys.len(), tokens, (len, extra))
-    }
-
-    /// As [`Chain::partial_key`], for a partial chunk in the place of full chunk `chunk`: another
-    /// prompt may have ended there. `None` also where `chunk` is beyond the full chunks' end.
+    /// The key of a partial chunk that holds the first `len` tokens in the place of full chunk
+    /// `chunk`, or after the last one: another prompt may have ended there. `None` where `tokens`
+    /// (all tokens of the prompt) has fewer, `len` is 0 or a whole chunk, or `chunk` is beyond the
+    /// full chunks' end.
     #[must_use]
     pub fn partial_key_at(&self, chunk: usize, tokens: &[u32], (len, extra): (usize, &Extra)) -> Option<ChunkKey> {
         let start = chunk.checked_mul(self.chunk_tokens as usize)?;
@@ -277,11 +271,11 @@ mod tests {
         let tokens: Vec<u32> = (0..11).collect();
         let e = Extra::default();
         let c = Chain::new(&tokens, 4, &e);
-        let p: Vec<_> = (1..=3).map(|n| c.partial_key(&tokens, n, &e).unwrap()).collect();
+        let p: Vec<_> = (1..=3).map(|n| c.partial_key_at(c.keys().len(), &tokens, (n, &e)).unwrap()).collect();
         assert!(p[0] != p[1] && p[1] != p[2]);
-        assert_eq!(c.partial_key(&tokens, 0, &e), None);
-        assert_eq!(c.partial_key(&tokens, 4, &e), None);
-        assert_eq!(c.partial_key(&tokens[..9], 2, &e), None, "not that many tokens");
+        assert_eq!(c.partial_key_at(2, &tokens, (0, &e)), None);
+        assert_eq!(c.partial_key_at(2, &tokens, (4, &e)), None);
+        assert_eq!(c.partial_key_at(2, &tokens[..9], (2, &e)), None, "not that many tokens");
     }
 
     #[test]

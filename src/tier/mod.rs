@@ -224,13 +224,20 @@ impl MemoryTier {
         Some(Hit { frame, id, crcs, source, is_bad: AtomicBool::new(false), tier: Arc::clone(self) })
     }
 
+    /// Whether a slot of `bytes` bytes is kept in a frame: one that is no larger, and larger than
+    /// half of one.
+    #[must_use]
+    pub fn fits(&self, bytes: u64) -> bool {
+        let frame = self.frame_bytes() as u64;
+        bytes <= frame && bytes > frame / 2
+    }
+
     /// A frame for a chunk with a slot of `bytes` bytes, if need be that of the chunk which ranks
     /// lowest and which nobody uses. `None` where all frames are in use, and for slots that are
     /// larger than a frame or not larger than half of one.
     #[must_use]
     pub fn reserve(self: &Arc<Self>, id: FrameId, bytes: u64, rank: Rank) -> Option<Filling> {
-        let frame = self.frame_bytes() as u64;
-        if bytes > frame || bytes <= frame / 2 {
+        if !self.fits(bytes) {
             return None;
         }
         let (fill, source) = match self.share.place() {

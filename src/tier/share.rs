@@ -132,8 +132,12 @@ impl Share {
             Ok(frames)
         };
         for _ in 0..STARTING.0 {
-            if let Some(owner) = Owner::new(dir, make)? {
-                return Ok(Joined::Owner(owner));
+            match Owner::new(dir, make) {
+                Ok(Some(owner)) => return Ok(Joined::Owner(owner)),
+                Ok(None) => {}
+                // A read-only mount, or another user's cache: there may be an owner that lends.
+                Err(e) if e.kind() == ErrorKind::Permission => {}
+                Err(e) => return Err(e),
             }
             match FrameLink::new(dir, &self.options, self.mover.is_some(), &self.bell) {
                 Ok(link) => return Ok(Joined::User(link)),

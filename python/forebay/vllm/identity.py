@@ -34,6 +34,17 @@ MULTIMODAL_KEYS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
+#: Further options that decide what KV is or means, by vLLM's part of the configuration; each is part of the identity where it is
+#: not vLLM's default. tests/vllm/harness/test_options.py says why the others are not.
+OTHERS = {
+    "model_config": {"code_revision": None, "model_impl": "auto", "model_class_overrides": {}},
+    "attention_config": {"use_non_causal": False, "indexer_kv_dtype": "auto"},
+    "cache_config": {"swa_bounded_replay": True},
+    "load_config": {"ignore_patterns": ["original/**/*"]},
+    "speculative_config": {"kv_cache_dtype": None, "attention_backend": None},
+    "diffusion_config": {"canvas_length": None, "max_denoising_steps": None},
+    None: {"additional_config": {}},
+}
 #: Formats of loading whose weights another process has.
 LENT = ("ipc_cache", "modelexpress")
 #: How weights are read, not which they are; credentials begin with `s3_`.
@@ -77,6 +88,8 @@ def fingerprint(vllm_config: VllmConfig, addition: str, blocks: Any = None) -> s
         parts["backend_per_kind"] = {str(kind): str(chosen) for kind, chosen in kinds.items()}
     if skipped := getattr(cache, "kv_cache_dtype_skip_layers", None):
         parts["kv_dtype_skip_layers"] = sorted(map(str, skipped))
+    if changed := others(vllm_config):
+        parts["others"] = changed
     if any(adapted := adapting(vllm_config)):
         parts["adapters"] = adapted
     parallel = vllm_config.parallel_config
@@ -99,10 +112,22 @@ def fingerprint(vllm_config: VllmConfig, addition: str, blocks: Any = None) -> s
     return text
 
 
+def others(vllm_config: VllmConfig) -> dict[str, str]:
+    """The options among `OTHERS` that are not vLLM's defaults."""
+    found = {}
+    for part, options in OTHERS.items():
+        holder = vllm_config if part is None else getattr(vllm_config, part, None)
+        for name, default in options.items():
+            value = getattr(holder, name, default)
+            if value not in (default, None, {}):
+                found[name if part is None else f"{part}.{name}"] = str(value)
+    return found
+
+
 def adapting(vllm_config: VllmConfig) -> list[Any]:
     """What the server makes of an adapter's files: the modules that it applies adapters to, and how it reads those of experts."""
     config = getattr(vllm_config, "lora_config", None)
-    named = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    named = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras", "enable_tower_connector_lora")
     return [sorted(getattr(config, "target_modules", None) or ()), *(bool(getattr(config, name, False)) for name in named)]
 
 

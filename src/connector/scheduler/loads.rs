@@ -101,7 +101,8 @@ impl Scheduler {
         let stop = num_computed + pays;
         let pinned = self.lookup.pin(req_id, &tracker.prompt, stop, patience).unwrap_or(0).min(stop);
         let tokens = (pinned / multiple * multiple).saturating_sub(num_computed);
-        if tokens == 0 {
+        // Some of it may have been evicted since it was found.
+        if tokens == 0 || tokens < self.options.min_load_tokens {
             return nothing;
         }
         let rest = tracker.prompt.len().saturating_sub(num_computed + tokens);

@@ -189,7 +189,8 @@ fn a_tenant_never_gets_the_floor_of_another_that_takes_its_place() {
     std::thread::scope(|threads| {
         threads.spawn(|| {
             for turn in 1..200_000 {
-                page.set_floors(turn, 0, if turn % 2 == 0 { &[(8, 50)] } else { &[] });
+                let floors = [(8, 50 + turn)];
+                page.set_floors(turn, 0, if turn % 2 == 0 { &[] } else { &floors });
             }
             is_over.store(true, Ordering::SeqCst);
         });

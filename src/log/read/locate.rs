@@ -42,8 +42,8 @@ impl Volume {
         found.filter(|_| !self.is_lost())
     }
 
-    /// Sets `hits` for the keys that may be served. Hits count as a use.
-    fn find_block(&self, keys: &[ChunkKey], hits: &mut [bool]) {
+    /// Sets `hits` for the keys that may be served. Hits count as a use where `is_use`.
+    fn find_block(&self, keys: &[ChunkKey], is_use: bool, hits: &mut [bool]) {
         if !self.answers.is_good() {
             return;
         }
@@ -70,8 +70,8 @@ impl Volume {
         for (hit, found) in hits.iter_mut().zip(found) {
             *hit |= found;
         }
-        for (lane, keys) in lanes.all.iter().zip(touched) {
-            touch(lane, &keys);
+        if is_use {
+            lanes.all.iter().zip(touched).for_each(|(lane, keys)| touch(lane, &keys));
         }
     }
 }
@@ -88,6 +88,16 @@ impl Log {
     /// How many of `keys`, from the first on, are stored. Counts as a use of these. No I/O.
     #[must_use]
     pub fn lookup(&self, keys: &[ChunkKey]) -> usize {
+        self.leading(keys, true)
+    }
+
+    /// As [`lookup`](Self::lookup), for what is only looked after: does not count as a use.
+    #[must_use]
+    pub fn look(&self, keys: &[ChunkKey]) -> usize {
+        self.leading(keys, false)
+    }
+
+    fn leading(&self, keys: &[ChunkKey], is_use: bool) -> usize {
         if self.ctx.check().is_err() {
             return 0;
         }
@@ -96,7 +106,7 @@ impl Log {
             let mut hits = [false; BLOCK];
             let hits = hits.get_mut(..block.len()).unwrap_or_default();
             for volume in &self.volumes {
-                volume.find_block(block, hits);
+                volume.find_block(block, is_use, hits);
             }
             let leading = hits.iter().take_while(|h| **h).count();
             found += leading;

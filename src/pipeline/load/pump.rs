@@ -439,7 +439,7 @@ impl LoadPump {
             let (mut slot, load) = (slot?, load?);
             let (next, reads) = {
                 let mut state = load.state.lock();
-                (state.next_in_memory(), state.has_steps())
+                (state.next_in_memory(), state.has_come_again())
             };
             let next = next.map(|(step, frame)| (slot.next(step.span.staging_bytes()), step, frame));
             let has_more = slot.has(most);
@@ -663,14 +663,21 @@ fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec, for_accelerator: bool) -> 
         hit.map_or(ChunkMemory::Not, ChunkMemory::Hit)
     };
     let mut memory: Vec<ChunkMemory> = spec.chunks.iter().enumerate().map(find).collect();
+    let mut is_full = false;
     for (at, (chunk, memory)) in spec.chunks.iter().zip(&mut memory).enumerate() {
+        let bytes = chunk.source.layout().slot_bytes;
         let is_whole = || (0..layers).all(|l| chunk.plans.of(l).is_some_and(|plan| !plan.is_empty()));
         if matches!(memory, ChunkMemory::Not)
+            && !is_full
+            && tier.fits(bytes)
             && !(for_accelerator && chunk.source.is_direct())
             && let Some(id) = chunk.source.frame_id().filter(|_| is_whole())
-            && let Some(filling) = tier.reserve(id, chunk.source.layout().slot_bytes, rank(at))
         {
-            *memory = ChunkMemory::Filling(filling);
+            match tier.reserve(id, bytes, rank(at)) {
+                Some(filling) => *memory = ChunkMemory::Filling(filling),
+                // Each try looks at every frame.
+                None => is_full = true,
+            }
         }
     }
     memory
