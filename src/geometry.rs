@@ -248,7 +248,9 @@ impl Geometry {
         Ok(g)
     }
 
-    /// The same geometry on another shard.
+    /// The same geometry on another shard. With pipeline stages the namespace does not say which
+    /// layers each stage has: give them in a part of the [identity](Self::with_identity), or a
+    /// stage of as many other layers finds this one's KV.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where a rank is not below its size.

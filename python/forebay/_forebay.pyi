@@ -76,7 +76,7 @@ class Closed(ForebayError):
     """The engine or handle has been closed."""
 
 class Forked(ForebayError):
-    """The process was forked after the engine was opened; open it in the child."""
+    """The process was forked after the engine was opened; start the child with spawn instead."""
 
 class InternalError(ForebayError):
     """An invariant of Forebay itself does not hold."""

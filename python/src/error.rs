@@ -50,7 +50,7 @@ kinds! {
     Busy, Busy, "A bounded queue or pool is full; the work was not taken.";
     Cancelled, Cancelled, "The caller cancelled the operation.";
     Closed, Closed, "The engine or handle has been closed.";
-    Forked, Forked, "The process was forked after the engine was opened; open it in the child.";
+    Forked, Forked, "The process was forked after the engine was opened; start the child with spawn instead.";
     InternalError, Internal, "An invariant of Forebay itself does not hold.";
 }
 

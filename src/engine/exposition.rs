@@ -66,7 +66,7 @@ metric_table! {
     IO_BYTES = Counter "forebay_io_bytes_total" ["drive", "direction"] "Bytes of requests that ended well.";
     IO_SECONDS = Counter "forebay_io_seconds_total" ["drive", "direction"] "Sum of the times of requests that ended well.";
     DISK_BYTES = Gauge "forebay_disk_bytes" ["drive"] "Bytes that all files below the cache directory take, of all processes.";
-    LIVE_BYTES = Gauge "forebay_live_bytes" ["drive"] "Bytes of chunks that can be found.";
+    LIVE_BYTES = Gauge "forebay_live_bytes" ["drive"] "Bytes on the drive of the slots of chunks that can be found, after the codec.";
     CHUNKS = Gauge "forebay_chunks" ["drive"] "Chunks and objects that can be found.";
     DRIVE_UP = Gauge "forebay_drive_up" ["drive"] "0 while the drive is left alone after errors in a row, or its file system is gone; else 1, also while it drains or is full.";
     SEGMENTS = Gauge "forebay_segments" [] "Segments in use in the lanes that this process writes or looks after.";

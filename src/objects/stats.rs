@@ -118,7 +118,7 @@ metric_table! {
     MISFITS = Counter "forebay_object_codec_misfits_total" [] "Slots whose bytes did not fit the codec, and that were begun again without it.";
     PENDING = Gauge "forebay_object_pending_keys" [] "Keys of batches under way.";
     DISK = Gauge "forebay_object_disk_bytes" [] "Bytes that all files below the cache directories take, of all processes.";
-    LIVE = Gauge "forebay_object_live_bytes" [] "Bytes of objects' slots that can be found.";
+    LIVE = Gauge "forebay_object_live_bytes" [] "Bytes of objects that can be found.";
 }
 
 impl ObjectCounters {
