@@ -49,6 +49,7 @@ class Bench:
         self.rows, self.notes = {}, {}
         self.fio_file = os.path.join(directory, "fio.bin")
         self.write_file = os.path.join(directory, "fio-write.bin")
+        self.checked_file = os.path.join(directory, "fio-checked.bin")
 
     # -- the two programs -------------------------------------------------------------------------------------------------
     def fio(self, rw, point, size, extra=()):
@@ -66,6 +67,21 @@ class Bench:
         job = json.loads(got["out"][got["out"].index("{"):])["jobs"][0]
         got["job"], got["bytes"] = job, job["read"]["io_bytes"] + job["write"]["io_bytes"]
         return got
+
+    def write_checked(self, point, size):
+        """A file with checksums, which fio writes and `fio_checking` reads."""
+        fresh_fallocated(self.checked_file, size)
+        run(["fio", *self.checked(point, size), "--rw=write", "--do_verify=0"])
+
+    def fio_checking(self, point, size):
+        """fio at that point, which compares what it has read with its checksums."""
+        out = run(["fio", *self.checked(point, size), "--rw=read", "--output-format=json"])["out"]
+        return {"job": json.loads(out[out.index("{"):])["jobs"][0]}
+
+    def checked(self, point, size):
+        bs, depth, _ = point
+        return ["--name=checked", f"--filename={self.checked_file}", f"--size={size}", f"--bs={bs}", f"--iodepth={depth}", "--ioengine=io_uring",
+                "--direct=1", "--thread", "--fallocate=none", "--overwrite=1", "--mem=mmaphuge", "--verify=crc32c"]
 
     def forebay(self, *argv):
         got = run([self.args.forebay, "bench", "--output-format", "json", *map(str, argv)])
@@ -152,6 +168,10 @@ class Bench:
                      f"{statistics.median(ratios):.2f}", f"{mine:.3f} s per GB")
             if model == "llama-3.1-8b":
                 self.fairness(cache, model)
+                self.write_checked(point, size)
+                self.pairs(f"{title}, beside fio that checks its bytes too (crc32c)", "", lambda: ours(1), lambda: self.fio_checking(point, size),
+                           rate=own_clock)
+                os.unlink(self.checked_file)
             remove(cache)
 
     def stores(self, point):

@@ -238,7 +238,8 @@ impl LoadPump {
         let groups = layer_groups(&layouts, limits)?;
         let memory = self.options.memory.as_ref().map(|tier| in_memory(tier, &spec, header_apart)).unwrap_or_default();
         let (hit_bytes, ahead) = self.hits_ahead(&layouts, &groups);
-        let state = LoadState::new(&spec, groups, header_apart, (memory, ahead));
+        let mut state = LoadState::new(&spec, groups, header_apart, (memory, ahead));
+        drop(state.take_frames());
         let finished = state.finished;
         if finished {
             self.count(state.result(), Duration::ZERO);

@@ -377,7 +377,7 @@ impl LoadInner {
     }
 
     fn update_by(self: &Arc<Self>, change: &mut dyn FnMut(&mut LoadState)) {
-        let (waker, moved, finished, wipes) = {
+        let (waker, moved, finished, wipes, frames) = {
             let mut state = self.state.lock();
             let before = state.finished;
             change(&mut state);
@@ -388,8 +388,9 @@ impl LoadInner {
                 state.took = Some(took);
                 self.pump.count(state.result(), took);
             }
-            (if moved { state.waker.take() } else { None }, moved, finished, state.take_wipes())
+            (if moved { state.waker.take() } else { None }, moved, finished, state.take_wipes(), state.take_frames())
         };
+        drop(frames);
         let to_wipe = wipes.len();
         if to_wipe > 0 && !self.pump.wipe(self, wipes) {
             self.update_by(&mut |state| state.wiped(to_wipe));

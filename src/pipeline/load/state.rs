@@ -403,9 +403,11 @@ impl LoadState {
         state.dirty.extend(dirty);
     }
 
-    /// Gives all frames back.
-    fn release_frames(&mut self) {
-        self.chunks.iter_mut().for_each(|chunk| chunk.memory = ChunkMemory::Not);
+    /// All frames, once the load has finished: to be dropped outside of its lock, as another
+    /// process that owns them is told so.
+    pub(super) fn take_frames(&mut self) -> impl Sized + use<> {
+        let chunks = if self.finished { &mut *self.chunks } else { &mut [] };
+        chunks.iter_mut().map(|chunk| std::mem::take(&mut chunk.memory)).collect::<Vec<_>>()
     }
 
     /// Whether a chunk has neither failed nor been set aside.
@@ -667,7 +669,6 @@ impl LoadState {
             self.result.failed_blocks.sort_unstable();
             self.result.failed_blocks.dedup();
             self.result.cancelled = self.cancelled;
-            self.release_frames();
         }
         self.finished || self.ready > before
     }
