@@ -132,7 +132,8 @@ impl RealCache {
         let Some(tier) = &self.memory else { return };
         let id = |at: usize| {
             let key = *blocks.keys.get(at)?;
-            Some(FrameId { key, sequence: self.log.peek(&key)?.sequence })
+            let there = self.log.peek(&key)?;
+            Some(FrameId { key, put: self.log.put_id(there.drive, there.sequence) })
         };
         let (loads, stores) = (tier.turn(), tier.turn());
         let rank = |turn: u64, at: usize| Rank { turn, depth: Reverse(at as u32) };
