@@ -127,7 +127,7 @@ impl PrefixLookup for EngineLookup {
         if self.fetches.is_coming(engines(), (req_id, prompt), self.patience)? {
             return Ok(None);
         }
-        Ok(Some(least(engines(), prompt)?.unwrap_or(0)))
+        Ok(Some(least(engines(), prompt, true)?.unwrap_or(0)))
     }
 
     fn ends_at_multiples_of(&mut self, tokens: usize) {
@@ -243,7 +243,7 @@ impl Fetches {
         let patience = match self.computing {
             None => patience,
             Some(rate) => {
-                let missing = prompt.len().saturating_sub(least(engines.clone(), prompt)?.unwrap_or(0));
+                let missing = prompt.len().saturating_sub(least(engines.clone(), prompt, false)?.unwrap_or(0));
                 Duration::try_from_secs_f64(missing as f64 / rate).map_or(patience, |takes| takes.min(patience))
             }
         };
@@ -313,10 +313,14 @@ impl Pins {
 }
 
 /// What the engine that has least of a prompt has of it; `None` without engines.
-pub(super) fn least<'a>(engines: impl Iterator<Item = &'a Engine>, prompt: &Prompt) -> Result<Option<usize>> {
+pub(super) fn least<'a>(
+    engines: impl Iterator<Item = &'a Engine>,
+    prompt: &Prompt,
+    is_use: bool,
+) -> Result<Option<usize>> {
     let mut least = None;
     for engine in engines {
-        let found = engine.look(prompt, 0)?.matched_tokens;
+        let found = if is_use { engine.lookup(prompt, 0)? } else { engine.look(prompt, 0)? }.matched_tokens;
         least = Some(least.map_or(found, |l: usize| l.min(found)));
         if found == 0 {
             break;

@@ -10,7 +10,7 @@
 //! All answers are dropped when a rank says that it has started anew. No call waits, except that
 //! [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote, remote_gone, uploaded};
@@ -73,6 +73,9 @@ pub struct RanksLookup {
     missing_since: Option<Instant>,
     is_silent_said: bool,
     requests: HashMap<String, AskedRequest>,
+    /// Requests that were looked up: the first time counts as a use, and not each time that a server
+    /// asks again.
+    looked_up: HashSet<String>,
     /// Open questions, by number.
     open: HashMap<u64, String>,
     /// Requests to ask about with the next steps.
@@ -98,6 +101,7 @@ impl RanksLookup {
             missing_since: None,
             is_silent_said: false,
             requests: HashMap::new(),
+            looked_up: HashSet::new(),
             open: HashMap::new(),
             queue: VecDeque::new(),
             next: 0,
@@ -183,7 +187,8 @@ impl PrefixLookup for RanksLookup {
         if self.fetches.is_coming(self.tables.values(), (req_id, prompt), self.patience)? {
             return Ok(None);
         }
-        let seen = least(self.tables.values(), prompt)?;
+        let is_first = self.looked_up.insert(req_id.to_owned());
+        let seen = least(self.tables.values(), prompt, is_first)?;
         let upto = seen.unwrap_or(prompt.len());
         if upto == 0 {
             return Ok(Some(0));
@@ -288,6 +293,7 @@ impl PrefixLookup for RanksLookup {
     fn forget(&mut self, req_id: &str) {
         self.pins.unpin(req_id);
         self.fetches.forget(req_id);
+        self.looked_up.remove(req_id);
         if let Some(asked) = self.requests.remove(req_id) {
             self.open.remove(&asked.number);
         }

@@ -8,7 +8,7 @@ use crate::io::{Buf, Done, IoPath, Rejected, Request};
 use crate::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::pipeline::{BeginPut, Begun, ChunkSink, ChunkSource, MissCause, ShedCause};
 use crate::remote::Remote;
-use crate::tier::FrameId;
+use crate::tier::{FrameId, PutId};
 
 /// A chunk that was located; its lease lives as long as this.
 pub(super) struct LogSource {
@@ -40,7 +40,7 @@ impl ChunkSource for LogSource {
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(FrameId { key: self.chunk.key, put: self.log.put_id(self.chunk.drive, self.chunk.sequence) })
+        Some(FrameId { key: self.chunk.key, put: put_id(&self.log, self.chunk.drive, self.chunk.sequence) })
     }
 
     fn is_direct(&self) -> bool {
@@ -120,12 +120,17 @@ impl ChunkSink for LogSink {
     }
 }
 
+/// The put of a sequence on a drive.
+pub(crate) fn put_id(log: &Log, drive: usize, sequence: u64) -> PutId {
+    PutId { drive: log.drive_id(drive), sequence }
+}
+
 /// Opens a slot for `spec`; the chunk is uploaded to `remote` too.
 pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote>>) -> Begun {
     let again = |why, log, spec, remote| Begun::NotYet(why, Box::new(move || begin(log, spec, remote)));
     match log.begin_put(spec) {
         Ok(PutOutcome::Started(put)) => {
-            let id = FrameId { key: *put.key(), put: log.put_id(put.drive(), put.sequence()) };
+            let id = FrameId { key: *put.key(), put: put_id(&log, put.drive(), put.sequence()) };
             let (layout, drive) = (put.layout().clone(), put.drive());
             Begun::Open(Arc::new(LogSink { log, slot: SlotWriter::new(put), layout, drive, id, remote }))
         }

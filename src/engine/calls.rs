@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::adapter::LogSource;
+use super::adapter::put_id;
 use super::plan::Planner;
 use super::{Engine, EngineInner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
 use crate::device::{Fence, PagedKv, Stream};
@@ -298,7 +299,7 @@ impl EngineInner {
     /// Drops the frames of chunks that the drives do not have any more.
     fn sweep_memory(&self, log: &Log) {
         if let Some(tier) = self.pipeline.memory() {
-            tier.retain(|id| log.peek(&id.key).is_some_and(|there| log.put_id(there.drive, there.sequence) == id.put));
+            tier.retain(|id| log.peek(&id.key).is_some_and(|there| put_id(log, there.drive, there.sequence) == id.put));
         }
     }
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::EngineOptions;
-use crate::config::{Codec, Cufile, Settings};
+use crate::config::{Codec, Cufile, Mode, Settings};
 use crate::device::{self, Device, StagingOptions, StagingPool};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::{Geometry, opaque_multiple};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace, Mover};
@@ -160,12 +160,25 @@ fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &Pipe
 }
 
 /// Checks the cache directories and opens the log in them.
+/// Refuses a quota of a tenant, on one drive, that no chunk fits in.
+fn check_quota(log: &LogOptions) -> Result<()> {
+    let slot = SlotLayout::of_chunk(&log.geometry, log.geometry.chunk_tokens).slot_bytes;
+    let too_small = log.drives.iter().filter_map(|drive| drive.tenant_bytes).find(|quota| *quota < slot);
+    let Some(quota) = too_small.filter(|_| log.mode == Mode::Rw) else { return Ok(()) };
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    let message =
+        format!("tenant_quota: nothing could be stored in {} MiB, a chunk takes up to {}", mib(quota), mib(slot));
+    let advice = format!("use at least {}MiB for each drive, or leave it out for no limit", mib(slot));
+    Err(Error::new(ErrorKind::Config, message).advice(advice))
+}
+
 fn open_log(
     options: &EngineOptions,
     geometry: &Geometry,
     (pipeline, is_loading): (&PipelineOptions, &IsLoading),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
+    check_quota(&log)?;
     log.codec = device::codec_of(&options.settings, options.device.place() == MemorySpace::Host);
     // Loads and stores submit no more than they have staging for; the rest is for the log's own
     // requests.

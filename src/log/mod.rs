@@ -247,12 +247,10 @@ impl Log {
         self.volumes.get(i).map(|v| &v.io)
     }
 
-    /// A number for the put of a sequence on drive `i`, which no other put of a key has: each drive
-    /// counts its own sequences.
+    /// A number that drive `i` keeps, and that no other drive has.
     #[must_use]
-    pub fn put_id(&self, i: usize, sequence: u64) -> u64 {
-        let id = self.volumes.get(i).map_or(0, |v| u128::from_le_bytes(v.id));
-        id as u64 ^ sequence
+    pub fn drive_id(&self, i: usize) -> u64 {
+        self.volumes.get(i).map_or(0, |v| u128::from_le_bytes(v.id) as u64)
     }
 
     /// The directory of the shard on the first drive, where the processes that use it meet.

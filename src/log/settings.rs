@@ -12,8 +12,7 @@ use super::base::options::{DriveOptions, LogOptions};
 use super::base::sizes::Sizes;
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Mode, Settings, Warning, WarningKind};
-use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotLayout;
+use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
@@ -31,17 +30,6 @@ fn tell_once(warning: &Warning) -> bool {
     is_new
 }
 
-/// Refuses a quota of a tenant, on one drive, that no chunk fits in.
-fn check_quota(tenant_bytes: Option<u64>, geometry: &Geometry) -> Result<()> {
-    let slot = SlotLayout::of_chunk(geometry, geometry.chunk_tokens).slot_bytes;
-    let Some(quota) = tenant_bytes.filter(|quota| *quota < slot) else { return Ok(()) };
-    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-    let message =
-        format!("tenant_quota: nothing could be stored in {} MiB, a chunk takes up to {}", mib(quota), mib(slot));
-    let advice = format!("use at least {}MiB for each drive, or leave it out for no limit", mib(slot));
-    Err(Error::new(ErrorKind::Config, message).advice(advice))
-}
-
 impl LogOptions {
     /// Options as the settings say, after a check of the cache directories. The caller adds the
     /// codec, which depends on where KV lies, and staging regions and limit of the queues.
@@ -57,7 +45,6 @@ impl LogOptions {
                 tell_once(&warning);
             }
             let (size, _) = file_system_bytes(&drive.path)?;
-            check_quota(settings.drive_tenant_bytes(size), &geometry)?;
             each.push(DriveOptions {
                 capacity_bytes: Some(settings.drive_capacity_bytes(size)),
                 min_free_bytes: Some(settings.min_free_bytes(size)),

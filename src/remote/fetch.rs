@@ -29,7 +29,7 @@ use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::slot::SlotHeader;
 use crate::io::Buf;
 use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
-use crate::tier::{Filling, FrameId, MemoryTier, Rank};
+use crate::tier::{Filling, FrameId, MemoryTier, PutId, Rank};
 
 /// Chunks of one prompt that are fetched at once.
 pub(super) const AT_ONCE: usize = 4;
@@ -315,7 +315,7 @@ async fn fill(
     (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
     put: Put,
 ) -> Result<bool, RemoteCause> {
-    let id = FrameId { key: wanted.key, put: to.log.put_id(put.drive(), put.sequence()) };
+    let id = FrameId { key: wanted.key, put: PutId { drive: to.log.drive_id(put.drive()), sequence: put.sequence() } };
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
     let slot = SlotWriter::new(put);

@@ -13,6 +13,8 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::PutId;
+
 /// Goes up with every change to the messages.
 pub(super) const VERSION: u32 = 3;
 /// Bytes of a message at most.
@@ -21,7 +23,7 @@ pub(super) const MOST_BYTES: usize = 64 << 10;
 pub(super) const MOST_IDS: usize = 1000;
 
 /// Key and put of a chunk.
-pub(super) type Id = ([u8; 32], u64);
+pub(super) type Id = ([u8; 32], PutId);
 
 /// A load or store of the process that asks, by its own count, and a chunk's place in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -35,6 +35,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use serde::{Deserialize, Serialize};
+
 use crate::device::{Frame, FrameFill, StagingOptions};
 use crate::error::Result;
 use crate::io::{Buf, Mover};
@@ -55,13 +57,30 @@ use link::FrameLink;
 pub use ranked::Rank;
 use share::{Place, Share, Sharing};
 
+/// Tells the puts of a key apart. Each drive counts its own sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PutId {
+    /// The drive.
+    pub drive: u64,
+    /// Sequence of the put on that drive.
+    pub sequence: u64,
+}
+
+impl PutId {
+    /// Whether a frame of `before` is of no use once there is this put. Where a key lies in two lanes
+    /// of a drive, processes find one or the other: the later one counts.
+    fn replaces(self, before: Self) -> bool {
+        self.drive != before.drive || self.sequence > before.sequence
+    }
+}
+
 /// Names one put of a chunk: a chunk that was removed and stored again has another `FrameId`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameId {
     /// The chunk's key.
     pub key: ChunkKey,
-    /// Tells its puts apart, on all drives: see [`Log::put_id`](crate::log::Log::put_id).
-    pub put: u64,
+    /// Which put of it.
+    pub put: PutId,
 }
 
 /// Counters of the tier; those of events only grow.

@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::FrameId;
+use super::{FrameId, PutId};
 use crate::device::Frame;
 use crate::key::ChunkKey;
 
@@ -28,7 +28,7 @@ pub struct Rank {
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) frame: Frame,
-    pub(super) put: u64,
+    pub(super) put: PutId,
     pub(super) rank: Rank,
     pub(super) crcs: Arc<[u32]>,
     /// A prefetch brought it, and no load has used it yet.
@@ -61,12 +61,13 @@ impl Ranked {
         Some(found)
     }
 
-    /// The frame of `id`, which is about to be used. A frame of another put is dropped: what the
-    /// drives have now is `id`.
+    /// The frame of `id`, which is about to be used. A frame of a put that it replaces is dropped.
     pub(super) fn find(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
         let held = self.frames.get_mut(&id.key)?;
         if held.put != id.put {
-            self.take(&id.key);
+            if id.put.replaces(held.put) {
+                self.take(&id.key);
+            }
             return None;
         }
         self.order.remove(&(held.rank, id.key.0));
@@ -76,11 +77,13 @@ impl Ranked {
         Some((held.frame.clone(), Arc::clone(&held.crcs)))
     }
 
-    /// Adds a chunk, and gives the one that it replaces. What a prefetch brings does not replace
-    /// the same put: `held` comes back then. The caller drops what it gets outside of its lock.
+    /// Adds a chunk, and gives the one that it replaces. Where a newer put of it is there, or after
+    /// a prefetch the same put, `held` is not added and comes back. The caller drops what it gets
+    /// outside of its lock.
     pub(super) fn insert(&mut self, key: ChunkKey, held: Held) -> Option<Held> {
-        if held.is_unused && self.frames.get(&key).is_some_and(|there| there.put == held.put) {
-            self.wasted += 1;
+        let stays = |there: &Held| !held.put.replaces(there.put) && (there.put != held.put || held.is_unused);
+        if self.frames.get(&key).is_some_and(stays) {
+            self.wasted += u64::from(held.is_unused);
             return Some(held);
         }
         let before = self.take(&key);

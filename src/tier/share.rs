@@ -135,8 +135,12 @@ impl Share {
             match Owner::new(dir, make) {
                 Ok(Some(owner)) => return Ok(Joined::Owner(owner)),
                 Ok(None) => {}
-                // A read-only mount, or another user's cache: there may be an owner that lends.
-                Err(e) if e.kind() == ErrorKind::Permission => {}
+                // A read-only mount: there may be an owner that lends.
+                Err(e) if e.kind() == ErrorKind::Permission => {
+                    return FrameLink::new(dir, &self.options, self.mover.is_some(), &self.bell)
+                        .map(Joined::User)
+                        .map_err(|_| e);
+                }
                 Err(e) => return Err(e),
             }
             match FrameLink::new(dir, &self.options, self.mover.is_some(), &self.bell) {

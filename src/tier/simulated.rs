@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::frames::Frames;
 use super::message::{Answer, Ask, UsedAt, VERSION};
 use super::owner::{Owner, Peer};
-use super::{FrameId, Rank};
+use super::{FrameId, PutId, Rank};
 use crate::device::{Frame, FrameFill, HugePages, RegionOptions, SharedRegion, StagingOptions};
 use crate::io::Buf;
 use crate::key::ChunkKey;
@@ -39,7 +39,7 @@ struct SimulatedRun {
 
 /// Bytes that differ between chunks and between places.
 fn bytes_of(id: &FrameId) -> Vec<u8> {
-    let mut x = (u64::from(id.key.0[0]) << 32 | id.put).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut x = (u64::from(id.key.0[0]) << 32 | id.put.sequence).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
         x ^= x << 13;
         x ^= x >> 7;
@@ -134,7 +134,7 @@ impl World<'_> {
         let older = u64::from(self.one_in(10));
         let latest = &mut self.sequences[key as usize];
         *latest += u64::from(is_new);
-        FrameId { key: ChunkKey([key as u8; 32]), put: latest.saturating_sub(older) }
+        FrameId { key: ChunkKey([key as u8; 32]), put: PutId { drive: 0, sequence: latest.saturating_sub(older) } }
     }
 
     fn begin_owner(&mut self) {

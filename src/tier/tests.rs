@@ -20,8 +20,12 @@ fn frames(tier: &MemoryTier) -> Arc<Frames> {
     frames
 }
 
+fn put(sequence: u64) -> PutId {
+    PutId { drive: 0, sequence }
+}
+
 fn id(key: u8) -> FrameId {
-    FrameId { key: ChunkKey([key; 32]), put: 1 }
+    FrameId { key: ChunkKey([key; 32]), put: put(1) }
 }
 
 fn rank(turn: u64, depth: u32) -> Rank {
@@ -66,7 +70,7 @@ fn what_has_come_and_gone_is_told_in_order_and_first_what_is_there() {
     first.sort_unstable();
     assert_eq!(first, [(2, true), (3, true)]);
     assert!(fill(&tier, id(4), rank(4, 0)));
-    assert!(fill(&tier, FrameId { put: 2, ..id(4) }, rank(5, 0)));
+    assert!(fill(&tier, FrameId { put: put(2), ..id(4) }, rank(5, 0)));
     assert_eq!(told(2), [(2, false), (4, true)]);
     assert_eq!(told(9), [(3, false), (4, false), (4, true)], "another put of it");
     tier.retain(|_| false);
@@ -93,12 +97,15 @@ fn a_frame_in_use_is_not_given_to_another_chunk() {
 fn another_put_of_a_chunk_is_another_chunk() {
     let tier = tier(2);
     assert!(fill(&tier, id(1), rank(1, 0)));
-    let newer = FrameId { put: 2, ..id(1) };
+    let newer = FrameId { put: put(2), ..id(1) };
     assert!(tier.get(newer, rank(2, 0)).is_none(), "it was removed and stored again");
     assert!(tier.get(id(1), rank(2, 0)).is_none(), "the old one is of no use any more");
     assert!(fill(&tier, newer, rank(3, 0)) && fill(&tier, id(1), rank(4, 0)));
-    assert!(tier.get(newer, rank(5, 0)).is_none(), "the last one counts, whatever its number: another drive has its own");
-    assert_eq!(frames(&tier).free(), 2);
+    assert!(tier.get(newer, rank(5, 0)).is_some(), "a store that ends late changes nothing");
+    assert_eq!(frames(&tier).free(), 1);
+    let elsewhere = FrameId { put: PutId { drive: 1, sequence: 1 }, ..id(1) };
+    assert!(fill(&tier, elsewhere, rank(6, 0)) && tier.get(elsewhere, rank(7, 0)).is_some(), "another drive counts anew");
+    assert!(tier.get(newer, rank(8, 0)).is_none() && frames(&tier).free() == 2);
 }
 
 #[test]

@@ -41,7 +41,8 @@ OTHERS = {
     "attention_config": {"use_non_causal": False, "indexer_kv_dtype": "auto"},
     "cache_config": {"swa_bounded_replay": True},
     "load_config": {"ignore_patterns": ["original/**/*"]},
-    "speculative_config": {"kv_cache_dtype": None, "attention_backend": None},
+    "kernel_config": {"moe_backend": "auto", "linear_backend": "auto", "linear_backend_per_quant": None},
+    "speculative_config": {"kv_cache_dtype": None, "attention_backend": None, "moe_backend": None, "code_revision": None},
     "diffusion_config": {"canvas_length": None, "max_denoising_steps": None},
     None: {"additional_config": {}},
 }
@@ -120,7 +121,9 @@ def others(vllm_config: VllmConfig) -> dict[str, str]:
         for name, default in options.items():
             value = getattr(holder, name, default)
             if value not in (default, None, {}):
-                found[name if part is None else f"{part}.{name}"] = str(value)
+                # A platform's own configuration need not be a dict.
+                said = value.compute_hash() if hasattr(value, "compute_hash") else json.dumps(value, sort_keys=True, default=str)
+                found[name if part is None else f"{part}.{name}"] = said
     return found
 
 

@@ -188,13 +188,14 @@ fn a_tenant_never_gets_the_floor_of_another_that_takes_its_place() {
     let is_over = AtomicBool::new(false);
     std::thread::scope(|threads| {
         threads.spawn(|| {
-            for turn in 1..200_000 {
-                let floors = [(8, 50 + turn)];
-                page.set_floors(turn, 0, if turn % 2 == 0 { &[] } else { &floors });
+            for turn in 1..5_000 {
+                let floors = [(7, 50 + turn), (8, 50 + turn)];
+                page.set_floors(turn, 0, if turn % 2 == 0 { &floors[..1] } else { &floors });
             }
             is_over.store(true, Ordering::SeqCst);
         });
         while !is_over.load(Ordering::SeqCst) {
+            assert!(!page.is_above_floor(Some(7), 40), "it is only ever raised");
             assert!(page.is_above_floor(Some(0), 1), "tenant 0 has no floor, but free places have its number");
         }
     });

@@ -334,7 +334,7 @@ impl Volume {
         if self.lacks_lanes().is_none() {
             return Ok(());
         }
-        self.adopt_orphans()?;
+        self.adopt_orphans(self.ctx.options.io_timeout)?;
         // Under the lock no lane is being made.
         let _lock = self.lock_shard()?;
         self.seen_lanes.store(0, Ordering::Release);
@@ -392,20 +392,15 @@ impl Volume {
         self.seen_lanes.store(generation, Ordering::Release);
     }
 
-    /// Adopts lanes whose writer is gone. For the maintenance thread.
-    pub(super) fn adopt_orphans(&self) -> Result<()> {
+    /// Adopts lanes whose writer is gone, unless another process keeps the shard's lock for longer
+    /// than `patience`: one that opens the cache does for as long as its recovery takes.
+    pub(super) fn adopt_orphans(&self, patience: Duration) -> Result<()> {
         if self.own().is_none() {
             return Ok(());
         }
         let held: HashSet<u32> = self.lanes().held().map(|l| l.number).collect();
-        let mut others = paths::lanes(&self.shard_dir)?;
-        others.retain(|(number, _)| !held.contains(number));
-        if others.is_empty() {
-            return Ok(());
-        }
-        // A process that opens the cache has it for as long as its recovery takes.
-        let Some(_lock) = self.try_lock_shard()? else { return Ok(()) };
-        for (number, dir) in others {
+        for (number, dir) in paths::lanes(&self.shard_dir)?.into_iter().filter(|(n, _)| !held.contains(n)) {
+            let Some(_lock) = self.try_lock_shard(patience)? else { return Ok(()) };
             let lock = match try_lock(&dir) {
                 Ok(None) => continue,
                 lock => lock,
@@ -463,10 +458,10 @@ impl Volume {
         ShardLock::take(&self.shard_dir, self.ctx.options.io_timeout)
     }
 
-    /// As [`lock_shard`](Self::lock_shard), without waiting; `None` where another process keeps it.
-    /// For the maintenance thread, which has other things to do and comes again.
-    pub(super) fn try_lock_shard(&self) -> Result<Option<ShardLock>> {
-        match ShardLock::take(&self.shard_dir, Duration::ZERO) {
+    /// As [`lock_shard`](Self::lock_shard); `None` where another process keeps it for longer than
+    /// `patience`. The maintenance thread has none: it has other things to do, and comes again.
+    pub(super) fn try_lock_shard(&self, patience: Duration) -> Result<Option<ShardLock>> {
+        match ShardLock::take(&self.shard_dir, patience) {
             Ok(lock) => Ok(Some(lock)),
             Err(e) if e.kind() == ErrorKind::TimedOut => Ok(None),
             Err(e) => Err(e),

@@ -124,7 +124,7 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
 pub(in crate::log) fn if_any<T>(attached: Result<T>) -> Result<Option<T>> {
     match attached {
         Ok(found) => Ok(Some(found)),
-        Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::Permission) => Err(e),
+        Err(e) if e.kind() == ErrorKind::Io => Err(e),
         Err(_) => Ok(None),
     }
 }

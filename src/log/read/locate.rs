@@ -271,13 +271,14 @@ impl Log {
         // A reader cannot remove it; and one bad chunk that is asked for again and again is no bad
         // drive.
         if self.ctx.check_writable().is_ok() {
+            // After several errors in a row it is the drive that is bad: its chunks may be read
+            // again when it is back.
+            let is_chunks = !matches!(why, Bad::Io) || volume.answers.is_good();
             if matches!(why, Bad::Io) {
                 volume.note_bad_read(ErrorKind::Io);
             }
             self.tell_bad(chunk, why);
-            // After several errors in a row it is the drive that is bad: its chunks may be read
-            // again when it is back.
-            if !matches!(why, Bad::Io) || volume.answers.is_good() {
+            if is_chunks {
                 discard(volume, &chunk.lane, &entry);
             }
         }
@@ -297,7 +298,7 @@ impl Log {
         if is_due && is_first() {
             let what = match why {
                 Bad::Corrupt => "is not what was stored and is dropped",
-                Bad::Io => "cannot be read and is dropped",
+                Bad::Io => "cannot be read",
                 Bad::TimedOut => "was not read in time",
             };
             tracing::warn!(

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::{evict, segment};
 use crate::error::Result;
@@ -121,7 +122,7 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
 
 /// Drops the floors of tenants when every lane of the shard is done with them.
 fn drop_tenants(volume: &Volume, generation: u64) -> Result<()> {
-    let Some(_lock) = volume.try_lock_shard()? else { return Ok(()) };
+    let Some(_lock) = volume.try_lock_shard(Duration::ZERO)? else { return Ok(()) };
     if volume.shard.floors_generation() != generation {
         return Ok(());
     }

@@ -115,7 +115,7 @@ impl Maintenance {
             return;
         }
         quota::count(volume);
-        if let Err(e) = volume.adopt_orphans() {
+        if let Err(e) = volume.adopt_orphans(Duration::ZERO) {
             tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");
         }
         for lane in volume.lanes().held() {

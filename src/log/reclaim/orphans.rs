@@ -6,7 +6,7 @@
 //! keep their bytes until they are closed.
 
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::error::{Error, Result};
 use crate::index::{Access, SharedShard};
@@ -71,8 +71,9 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
         // Removals after this do not look into the lane, and a power cut may bring its files back:
         // so its slots must be unreadable durably first.
         // Its lock is kept until it is forgotten: another process could take it, and lose its files.
-        let _lock = match lane.flush_erasures().and_then(|()| volume.lock_shard()) {
-            Ok(lock) => lock,
+        let _lock = match lane.flush_erasures().and_then(|()| volume.try_lock_shard(Duration::ZERO)) {
+            Ok(Some(lock)) => lock,
+            Ok(None) => continue,
             Err(e) => {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
                 continue;

@@ -185,8 +185,8 @@ impl KeyRemoval<'_> {
     /// Makes the keys' slots unreadable in a lane that another process writes; how many that were.
     fn in_foreign(&self, lane: &Arc<Lane>) -> Result<usize> {
         let mut count = 0;
-        self.waits_since.set(None);
         for key in self.keys {
+            self.waits_since.set(None);
             while let Some((entry, _, mark)) = self.entry(lane, key)? {
                 if mark == Some(Mark::Removed) && count == 0 && !self.is_readable(lane, &entry)? {
                     // Another process has made it unreadable; the lane's holder will drop the
@@ -201,6 +201,7 @@ impl KeyRemoval<'_> {
                 self.wait_for_holder(lane)?;
             }
         }
+        self.waits_since.set(None);
         // A condemned segment may hold a slot of the keys that no entry names.
         while lane.shared().is_some_and(|s| s.has_condemned()) {
             self.wait_for_holder(lane)?;

@@ -440,7 +440,7 @@ impl LoadPump {
             let (mut slot, load) = (slot?, load?);
             let (next, reads) = {
                 let mut state = load.state.lock();
-                (state.next_in_memory(), state.has_come_again())
+                (state.next_in_memory(), state.has_steps())
             };
             let next = next.map(|(step, frame)| (slot.next(step.span.staging_bytes()), step, frame));
             let has_more = slot.has(most);

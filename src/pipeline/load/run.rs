@@ -152,7 +152,7 @@ impl LoadInner {
         loop {
             let mut state = self.state.lock();
             let Some((step, frame)) = state.next_in_memory() else {
-                let reads = state.has_come_again();
+                let reads = state.has_steps();
                 drop(state);
                 if reads {
                     self.pump.enqueue(self);

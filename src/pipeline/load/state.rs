@@ -420,12 +420,6 @@ impl LoadState {
         self.again.push_front(step);
     }
 
-    /// Whether there are reads of what was expected in memory, or could not be submitted: the load
-    /// may be in no queue any more.
-    pub(super) fn has_come_again(&self) -> bool {
-        !self.finished && !self.again.is_empty()
-    }
-
     /// Whether there may be reads that were not submitted yet.
     pub(super) fn has_steps(&self) -> bool {
         !self.finished && (!self.again.is_empty() || self.cursor < self.groups.len() * self.chunks.len())

@@ -13,7 +13,7 @@ use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, DirectFile, Done, FileOptions, Op, Rejected, Request};
 use crate::key::ChunkKey;
 use crate::pipeline::{ChunkSink, ChunkSource, MissCause};
-use crate::tier::FrameId;
+use crate::tier::{FrameId, PutId};
 
 /// How a transfer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -300,7 +300,7 @@ impl ChunkSource for Slot {
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(FrameId { key: self.key, put: 1 })
+        Some(FrameId { key: self.key, put: PutId { drive: 0, sequence: 1 } })
     }
 
     fn report_bad(&self, cause: MissCause) -> MissCause {
@@ -327,7 +327,7 @@ impl ChunkSink for Slot {
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(FrameId { key: self.key, put: 1 })
+        Some(FrameId { key: self.key, put: PutId { drive: 0, sequence: 1 } })
     }
 
     fn commit(&self, crcs: Vec<u32>, done: CommitDone) {

@@ -90,7 +90,7 @@ struct Words {
 
 impl Words {
     fn word(&self, n: usize) -> u64 {
-        let mut z = self.id.put << 32 | u64::from(self.id.key.0[0]) << 16 | (self.at + n * 8) as u64;
+        let mut z = self.id.put.sequence << 32 | u64::from(self.id.key.0[0]) << 16 | (self.at + n * 8) as u64;
         z = (z ^ self.memory << 40).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         // Never 0, which memory that was replaced reads as.
         (z ^ (z >> 31)) | 1
@@ -273,8 +273,8 @@ impl User {
             let key = turns.below(KEYS);
             let now = self.world.sequences.lock()[key as usize];
             // A lookup of before has found what was there then.
-            let put = now - u64::from(now > 1 && turns.one_in(8));
-            let id = FrameId { key: ChunkKey([key as u8; 32]), put };
+            let sequence = now - u64::from(now > 1 && turns.one_in(8));
+            let id = FrameId { key: ChunkKey([key as u8; 32]), put: PutId { drive: 0, sequence } };
             let rank = Rank { turn: self.tier.turn(), depth: Reverse(key as u32) };
             match turns.below(16) {
                 0..8 => {
@@ -286,7 +286,7 @@ impl User {
                 _ => {
                     self.world.sequences.lock()[key as usize] += 1;
                     let there = self.world.sequences.lock().clone();
-                    self.tier.retain(|id| there[usize::from(id.key.0[0])] == id.put);
+                    self.tier.retain(|id| there[usize::from(id.key.0[0])] == id.put.sequence);
                 }
             }
         }

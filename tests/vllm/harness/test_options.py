@@ -21,7 +21,6 @@ NO_KV = {
     "FaultToleranceConfig": "operation",
     "HiSparseConfig": "where KV lies while a request decodes; its connector cannot stand beside another",
     "IrOpPriorityConfig": "chooses among equal kernels",
-    "KernelConfig": "chooses among equal kernels",
     "KVEventsConfig": "reports",
     "KVTransferConfig": "this connector's own settings",
     "LoggingConfig": "operation",
@@ -46,6 +45,8 @@ IDENTITY = {
     "CacheConfig": "block_size kv_cache_layout cache_dtype sliding_window kv_cache_dtype_skip_layers swa_bounded_replay",
     "DeviceConfig": "device_type",
     "DiffusionConfig": "canvas_length max_denoising_steps",
+    # Some backends compute with requantized weights.
+    "KernelConfig": "moe_backend linear_backend linear_backend_per_quant",
     "LoadConfig": "load_format download_dir model_loader_extra_config ignore_patterns",
     "LoRAConfig": "target_modules enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
     "ModelConfig": "model model_weights dtype seed hf_config hf_text_config hf_config_path hf_overrides revision code_revision max_model_len "
@@ -58,10 +59,10 @@ IDENTITY = {
     "cp_kv_cache_interleave_size",
     "QuantizationConfigArgs": "linear moe ignore targets",
     "QuantSpec": "weight activation",
-    "SpeculativeConfig": "model revision quantization kv_cache_dtype attention_backend draft_model_config draft_load_config "
+    "SpeculativeConfig": "model revision code_revision moe_backend quantization kv_cache_dtype attention_backend draft_model_config draft_load_config "
     "draft_tensor_parallel_size",
     "VllmConfig": "model_config cache_config parallel_config device_config load_config attention_config lora_config speculative_config "
-    "diffusion_config quant_config additional_config",
+    "diffusion_config quant_config kernel_config additional_config",
 }
 NO_CHANGE = {
     # Kernels and their sizes.
@@ -77,6 +78,8 @@ NO_CHANGE = {
     "kv_cache_size_tokens kv_cache_max_concurrency hash_block_size cache_hit_alignment_tokens kv_sharing_fast_prefill kv_cache_memory_bytes "
     "kv_offloading_size kv_offloading_backend _block_size_resolved",
     "DeviceConfig": "device",
+    "KernelConfig": "ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup enable_jit_warmup "
+    "monokernel sparse_indexer_topk_backend",
     "LoadConfig": "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size device use_tqdm_on_load "
     "pt_load_map_location",
     # Sizes; the adapter of a request is part of its keys.
@@ -106,14 +109,14 @@ NO_CHANGE = {
     "dcp_comm_backend dcp_q_replicate _allow_auto_resolve_cp_interleave_size data_parallel_index _api_process_count _api_process_rank "
     "enable_fault_tolerance fault_tolerance_config",
     # Which tokens are proposed and accepted.
-    "SpeculativeConfig": "enforce_eager num_speculative_tokens method tensor_parallel_size moe_backend max_model_len code_revision "
+    "SpeculativeConfig": "enforce_eager num_speculative_tokens method tensor_parallel_size max_model_len "
     "index_share_for_mtp_iteration disable_padded_drafter_batch disable_eagle_block_drop disable_lookahead_block_hashes draft_lm_head_quantization "
     "use_local_argmax_reduction use_heterogeneous_vocab prompt_lookup_max prompt_lookup_min parallel_drafting target_model_config "
     "target_parallel_config num_speculative_tokens_per_batch_size draft_parallel_config suffix_decoding_max_tree_depth "
     "suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method "
     "synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification draft_sample_method dspark_draft_topk xpress_topc "
     "fly_window_size fly_entropy_threshold fly_entropy_top_k",
-    "VllmConfig": "scheduler_config offload_config aux_output_config engram_config mamba_config kernel_config watermark_config "
+    "VllmConfig": "scheduler_config offload_config aux_output_config engram_config mamba_config watermark_config "
     "structured_outputs_config observability_config logging_config compilation_config profiler_config kv_transfer_config kv_events_config "
     "ec_transfer_config ec_manager_config reasoning_config instance_id optimization_level performance_mode weight_transfer_config "
     "watchdog_config shutdown_timeout",

@@ -19,7 +19,7 @@ use forebay::geometry::{DType, Geometry, LayerSpec};
 use forebay::index::{AdmissionPolicy, Reclaim};
 use forebay::key::ChunkKey;
 use forebay::log::{Log, LogOptions, Put, PutOutcome, PutSpec, StoreCandidate};
-use forebay::tier::{FrameId, MemoryTier, Rank};
+use forebay::tier::{FrameId, MemoryTier, PutId, Rank};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -133,7 +133,7 @@ impl RealCache {
         let id = |at: usize| {
             let key = *blocks.keys.get(at)?;
             let there = self.log.peek(&key)?;
-            Some(FrameId { key, put: self.log.put_id(there.drive, there.sequence) })
+            Some(FrameId { key, put: PutId { drive: self.log.drive_id(there.drive), sequence: there.sequence } })
         };
         let (loads, stores) = (tier.turn(), tier.turn());
         let rank = |turn: u64, at: usize| Rank { turn, depth: Reverse(at as u32) };
