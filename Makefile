@@ -1,6 +1,9 @@
 # Two commands do everything: `make demo` and `make test`. The rest are parts of them, or benches that take long.
 CARGO ?= cargo
 PYTHON ?= python3
+# Of gigabytes of wheels one broken download must not end a build.
+export PIP_RETRIES ?= 10
+export PIP_DEFAULT_TIMEOUT ?= 60
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 

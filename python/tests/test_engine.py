@@ -133,7 +133,7 @@ class Large:
     def __init__(self, cache: Path) -> None:
         self.eng = forebay.Engine(config(cache), geometry(kv_heads=8, head_size=128))
         source = [np.full(self.shape, i + 1, np.float32) for i in range(LAYERS)]
-        assert self.eng.store(self.tokens, source, self.slots).wait().stored == 2048 // CHUNK
+        assert self.eng.store(self.tokens, source, self.slots, wait_for_staging=True).wait().stored == 2048 // CHUNK
         self.target = [np.zeros(self.shape, np.float32) for _ in range(LAYERS)]
         self.paged = self.eng.paged_kv(self.target)
 

@@ -202,7 +202,8 @@ pub(crate) fn check_moves(
     for round in 0..40 {
         if let Some(some) = hot.get(round * 4..round * 4 + 4) {
             // Some in every segment, so that keeping them means moving them.
-            assert!(some.iter().zip(round * 4..).all(|(key, n)| put_one(&store, key, len(n))));
+            // One that found no room for seconds leaves the next ones without patience.
+            some.iter().zip(round * 4..).for_each(|(key, n)| until(|| put_one(&store, key, len(n))));
             assert_eq!(delete(&store, &[some[0], some[2]]), [true; 2]);
         }
         for cold in ["a", "b"] {

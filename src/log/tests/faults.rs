@@ -477,7 +477,7 @@ fn a_header_that_hangs_ends_with_a_time_out() {
 #[test]
 fn a_header_that_a_full_queue_never_takes_ends_at_the_time_out() {
     let dir = temp();
-    let (log, switch) = faulty(LogOptions { io_timeout: Duration::from_millis(100), ..options(dir.path()) });
+    let (log, switch) = faulty(LogOptions { io_timeout: Duration::from_secs(1), ..options(dir.path()) });
     assert!(store(&log, 0));
     assert_eq!(put_with(&log, &switch, DATA_BUSY, 1).unwrap_err().kind(), ErrorKind::Busy);
     assert!(!has(&log, 1) && has(&log, 0));
@@ -504,7 +504,7 @@ fn a_busy_queue_costs_no_put() {
 #[test]
 fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
     let dir = temp();
-    let options = LogOptions { io_timeout: Duration::from_millis(400), ..options(dir.path()) };
+    let options = LogOptions { io_timeout: Duration::from_secs(1), ..options(dir.path()) };
     let log = Log::open(options).unwrap();
     assert!(store(&log, 0));
     let PutOutcome::Started(put) = log.begin_put(spec(1)).unwrap() else { panic!("it is new") };

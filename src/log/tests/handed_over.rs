@@ -215,7 +215,7 @@ fn a_put_that_comes_after_a_seal_that_failed_is_refused() {
     let dir = temp();
     let fails = Arc::new(AtomicBool::new(false));
     let fails_too = Arc::clone(&fails);
-    let options = LogOptions { io_timeout: Duration::from_millis(50), ..small(dir.path()) };
+    let options = LogOptions { io_timeout: Duration::from_millis(600), ..small(dir.path()) };
     let log = asking(options, move |request| {
         (fails_too.load(Ordering::SeqCst) && request.file.path().ends_with("index.kv")).then_some(Fault::Fail)
     });
@@ -224,7 +224,8 @@ fn a_put_that_comes_after_a_seal_that_failed_is_refused() {
     let crcs = write_extents(&log, &late, 2, 0).unwrap();
     let own = log.volumes[0].own().unwrap();
     own.state().unwrap().segments.close_open();
-    std::thread::sleep(Duration::from_millis(1200));
+    // A seal waits for late puts no longer than this.
+    std::thread::sleep(Duration::from_millis(2400));
     fails.store(true, Ordering::SeqCst);
     journal::seal_full(&own).unwrap_err();
     fails.store(false, Ordering::SeqCst);

@@ -45,7 +45,7 @@ fn open_hanging_with(dir: &Path, foreground: bool) -> Hanging {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(SEGMENT_BYTES),
         policy: crate::index::Reclaim::Fifo,
-        io_timeout: Duration::from_millis(300),
+        io_timeout: Duration::from_millis(600),
         foreground,
         drive_factory: Some(Arc::new(factory)),
         ..options(dir)
@@ -61,7 +61,7 @@ impl Hanging {
     fn fill(&self, first: u64) {
         let (log, start) = (&self.log, std::time::Instant::now());
         let mut n = first;
-        while n < first + 400 || start.elapsed() < Duration::from_millis(1800) {
+        while n < first + 400 || start.elapsed() < Duration::from_millis(2400) {
             // On a slow drive a write may take longer than the time-out, which hanging writes need.
             if let Ok(Some(put)) = begin(log, spec(n))
                 && let Ok(crcs) = write_extents(log, &put, n, 0)

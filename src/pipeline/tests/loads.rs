@@ -258,7 +258,7 @@ fn a_read_that_fails_after_its_load_was_given_up_is_reported_once() {
     w.disk.pause();
     w.disk.fate(slots[0].slot, Fate::Hang);
     let to = w.kv(1);
-    let timeout = Some(LoadTimeout::Total(Duration::from_millis(5)));
+    let timeout = Some(LoadTimeout::Total(Duration::from_millis(200)));
     let load = w.pipeline().load(LoadSpec { timeout, ..w.load_spec(&to, &slots) }).unwrap();
     assert_eq!(load.wait().missed(MissCause::TimedOut), 1);
     assert_eq!(w.disk.bad(), [], "its reads may still come");
@@ -363,7 +363,7 @@ fn a_chunk_in_memory_whose_drive_hangs_keeps_no_load_from_reading_another() {
 
 #[test]
 fn a_load_of_which_nothing_moves_is_given_up_beside_others_that_move() {
-    let (w, [hung, good]) = two_drives(|o| o.io_timeout = Duration::from_millis(20));
+    let (w, [hung, good]) = two_drives(|o| o.io_timeout = Duration::from_millis(300));
     w.disk.pause();
     let (a, b) = (w.kv(1), w.kv(1));
     let late = w.load(&a, &[Arc::clone(&hung)]);

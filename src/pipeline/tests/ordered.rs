@@ -363,13 +363,13 @@ fn a_layer_that_lands_when_its_chunk_has_failed_without_a_header_is_wiped() {
 #[test]
 fn a_load_that_waits_for_the_device_alone_is_not_given_up() {
     let device = Later::new();
-    let w = World::on(Arc::clone(&device) as _, 64, 64, |o| o.io_timeout = Duration::from_millis(10));
+    let w = World::on(Arc::clone(&device) as _, 64, 64, |o| o.io_timeout = Duration::from_millis(150));
     let (slots, from) = stored(&device, &w, 1);
     let to = w.kv(1);
     let load = w.load(&to, &slots);
     device.sort(LAYERS);
     // Much longer than two time-outs of I/O: the caller's stream may have much to do.
-    assert_eq!(load.wait_for(Duration::from_millis(200)), None);
+    assert_eq!(load.wait_for(Duration::from_millis(1000)), None);
     assert_eq!(end(&device, &load).tokens, T);
     assert!(to.bytes() == from.bytes());
 }

@@ -112,7 +112,8 @@ def with_ranks(made: Shape, ranks: dict[str, Any]) -> Shape:
 
 def within_steps(made: Shape) -> Shape:
     """The same server that loads layer by layer within its steps, one step after the other; half of them store when a request ends."""
-    settings = made.settings | {"use_layerwise": True}
+    # On a slow drive loads would run before their step, and none would fail within one.
+    settings = made.settings | {"use_layerwise": True, "max_sync_stall_ms": 20_000}
     if random.Random(repr(made)).random() < 0.5:
         settings |= {"store_when": "finished", "max_held_blocks": 1000}
     return dataclasses.replace(made, asynchronous=False, prefix_caching=False, settings=settings)
