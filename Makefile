@@ -26,12 +26,12 @@ lint:
 	$(CARGO) clippy -p forebay-python --locked -- -D warnings
 	$(PYTHON) benches/figures.py --check > /dev/null
 
-# Documentation tests of everything at once, for which nothing is compiled anew; the loom models have a copy of the index room under another name.
+# Documentation tests of everything at once, for which nothing is compiled anew; the loom models have a copy of the index module under another name.
 unit: cufile
 	FOREBAY_CUFILE_PATH="$$(cat $(CUFILE_LIB) 2>/dev/null)" $(CARGO) nextest run --workspace --locked --no-fail-fast
 	$(CARGO) test --doc --workspace --locked -- --skip tests/loom
 
-# The public API alone: its pages must not link to what is not in it, and it stays small. Then all pages, with the rooms below it.
+# The public API alone: its pages must not link to what is not in it, and it stays small. Then all pages, with the modules below it.
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc -p forebay --no-deps --locked
 	@items=$$(grep -o '<li><a href="[a-z]' target/doc/forebay/all.html | wc -l); echo "$$items public items"; test $$items -le 150
@@ -89,7 +89,7 @@ SHUTDOWN_CYCLES ?= 300
 shutdown:
 	FOREBAY_SHUTDOWN_CYCLES=$(SHUTDOWN_CYCLES) $(CARGO) test --locked -p forebay --test proof_shutdown -- --nocapture --test-threads=1
 
-# Undefined behaviour and data races in the rooms with `unsafe` and in the format, by Miri: needs a nightly toolchain with the components miri and
+# Undefined behaviour and data races in the modules with `unsafe` and in the format, by Miri: needs a nightly toolchain with the components miri and
 # rust-src. Then the tests with threads once more, with other orders of the threads for each of MIRI_SEEDS.
 MIRI_SEEDS ?= 0..8
 MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance
@@ -100,7 +100,7 @@ miri:
 	MIRIFLAGS="$(MIRI_FLAGS)" $(MIRI) index:: --skip index::policy
 	MIRIFLAGS="$(MIRI_FLAGS) -Zmiri-many-seeds=$(MIRI_SEEDS)" $(MIRI) readers_never_see a_leased_segment_is_never threads_never_share
 
-# The tests of the rooms with `unsafe` once more, compiled with LLVM's address sanitizer and its thread sanitizer: needs a nightly toolchain with
+# The tests of the modules with `unsafe` once more, compiled with LLVM's address sanitizer and its thread sanitizer: needs a nightly toolchain with
 # rust-src. Leaks are not looked for: what a hung call may still write, or a forked child has, is left alone by design, and tests leak names. The
 # tests of the guard that the sanitizers' own handlers and models of `mmap` get in the way of are left out.
 SANITIZE = $(CARGO) +nightly nextest run --locked --target x86_64-unknown-linux-gnu -p forebay --lib --no-fail-fast
@@ -110,7 +110,7 @@ sanitize:
 	RUSTFLAGS=-Zsanitizer=thread $(SANITIZE) --target-dir target/tsan -Zbuild-std --test 'paged_*' --test engine_roundtrip --test engine_faults \
 		--test 'objects_*' --test 'connector_*' -E 'not test(ends_the_process_as_ever) - test(lose_a_mapping_at_once)'
 
-# The models of the index room's interleavings with more preemptions than `unit` has time for.
+# The models of the index module's interleavings with more preemptions than `unit` has time for.
 LOOM_MAX_PREEMPTIONS ?= 4
 loom:
 	LOOM_MAX_PREEMPTIONS=$(LOOM_MAX_PREEMPTIONS) $(CARGO) test -p forebay-loom --locked --lib -- models --nocapture
