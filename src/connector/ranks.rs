@@ -187,7 +187,7 @@ impl PrefixLookup for RanksLookup {
         if self.fetches.is_coming(self.tables.values(), (req_id, prompt), self.patience)? {
             return Ok(None);
         }
-        let is_first = self.looked_up.insert(req_id.to_owned());
+        let is_first = !self.tables.is_empty() && self.looked_up.insert(req_id.to_owned());
         let seen = least(self.tables.values(), prompt, is_first)?;
         let upto = seen.unwrap_or(prompt.len());
         if upto == 0 {

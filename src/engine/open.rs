@@ -159,11 +159,15 @@ fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &Pipe
     }
 }
 
-/// Checks the cache directories and opens the log in them.
 /// Refuses a quota of a tenant, on one drive, that no chunk fits in.
 fn check_quota(log: &LogOptions) -> Result<()> {
     let slot = SlotLayout::of_chunk(&log.geometry, log.geometry.chunk_tokens).slot_bytes;
-    let too_small = log.drives.iter().filter_map(|drive| drive.tenant_bytes).find(|quota| *quota < slot);
+    let too_small = log
+        .drives
+        .iter()
+        .filter(|drive| !drive.drain)
+        .filter_map(|drive| drive.tenant_bytes)
+        .find(|quota| *quota < slot);
     let Some(quota) = too_small.filter(|_| log.mode == Mode::Rw) else { return Ok(()) };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let message =
@@ -172,6 +176,7 @@ fn check_quota(log: &LogOptions) -> Result<()> {
     Err(Error::new(ErrorKind::Config, message).advice(advice))
 }
 
+/// Checks the cache directories and opens the log in them.
 fn open_log(
     options: &EngineOptions,
     geometry: &Geometry,

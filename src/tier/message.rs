@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::PutId;
 
 /// Goes up with every change to the messages.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 /// Bytes of a message at most.
 pub(super) const MOST_BYTES: usize = 64 << 10;
 /// Ids in one message at most.

@@ -139,7 +139,7 @@ impl Share {
                 Err(e) if e.kind() == ErrorKind::Permission => {
                     return FrameLink::new(dir, &self.options, self.mover.is_some(), &self.bell)
                         .map(Joined::User)
-                        .map_err(|_| e);
+                        .map_err(|of_link| if of_link.kind() == ErrorKind::Busy { e } else { of_link });
                 }
                 Err(e) => return Err(e),
             }

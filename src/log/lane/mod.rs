@@ -50,8 +50,8 @@ pub(super) use io::aligned;
 pub(super) use pending::{Pending, RecordBatch};
 pub(super) use puts::{Puts, Unpublished};
 pub(super) use segments::{FoundSegment, Need, RESERVE_BYTES, Segment, SegmentPhase, Segments, SlotPlace, expiry_of};
-pub(super) use tables::{if_any, 
-    Growth, anonymous_table, grow, growth_bytes, make_table, shared_state, show_table, wants_growth,
+pub(super) use tables::{
+    Growth, anonymous_table, grow, growth_bytes, if_any, make_table, shared_state, show_table, wants_growth,
 };
 pub(super) use usage::{PolicyEvent, Usage, quota_tenant, slot_bytes, tenant_of};
 
