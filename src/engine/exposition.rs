@@ -54,7 +54,7 @@ metric_table! {
     REMOTE_FAILING = Gauge "forebay_remote_failing" [] "1 while the remote tier is left alone because it fails.";
     REMOTE_FETCHED = Counter "forebay_remote_fetched_chunks_total" [] "Chunks brought from the remote tier to a drive.";
     REMOTE_FETCHED_BYTES = Counter "forebay_remote_fetched_bytes_total" [] "Bytes of their slots.";
-    REMOTE_MISSED = Counter "forebay_remote_missed_chunks_total" ["cause"] "Fetches from the remote tier that ended early, by the cause of their first missing chunk: absent where the store does not have it.";
+    REMOTE_MISSED = Counter "forebay_remote_missed_chunks_total" ["cause"] "Fetches from the remote tier that ended early, by why the first chunk was missing; absent: the remote store does not have it.";
     REMOTE_UPLOADED = Counter "forebay_remote_uploaded_chunks_total" [] "Chunks uploaded to the remote tier.";
     REMOTE_UPLOADED_BYTES = Counter "forebay_remote_uploaded_bytes_total" [] "Bytes of their slots.";
     REMOTE_PRESENT = Counter "forebay_remote_present_chunks_total" [] "Chunks that were to be uploaded and were there already.";
