@@ -148,7 +148,8 @@ impl LockedShard {
             }
             // A lane that cannot be read, and that fsck may restore, can have been mounted later.
             None => {
-                let ahead = if self.lanes.iter().any(|l| l.raw.is_err()) { UNSEEN_MOUNTS } else { 1 };
+                let is_damaged = |l: &PurgeLane| l.raw.as_ref().map_or(true, |raw| !raw.damage.is_empty());
+                let ahead = if self.lanes.iter().any(is_damaged) { UNSEEN_MOUNTS } else { 1 };
                 Ok((stored + 1).max((mount + ahead) << 40))
             }
         }

@@ -95,6 +95,9 @@ fn remedy(directory: &Path, files: &LaneDir, what: &str) -> String {
     if files.is_lost() {
         return format!("forebay fsck repair {directory}");
     }
+    if files.floors_are_damaged() {
+        return format!("forebay purge {directory} --namespace {}", files.namespace);
+    }
     match RawLane::read(files) {
         // A lane of another version, or one that cannot be read, cannot be rebuilt.
         Err(e) if !matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => {
@@ -261,14 +264,17 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
     let (mut lost, mut failed) = (Vec::new(), Vec::new());
     let mut first_error = None;
     for (files, raw) in all.iter().zip(&read) {
+        if args.lane.as_ref().is_some_and(|wanted| name(files) != *wanted) {
+            continue;
+        }
         if files.is_lost() {
             // There is nothing that an index could be made from.
             lost.push(name(files));
             continue;
         }
-        let damaged = !raw.as_ref().is_ok_and(|l| l.damage.is_empty());
-        let chosen = args.lane.as_ref().map_or(damaged || args.all, |wanted| name(files) == *wanted);
-        if !chosen {
+        // A new index does not help where the shard's floors are damaged.
+        let damaged = !raw.as_ref().is_ok_and(|l| l.damage.is_empty()) && !files.floors_are_damaged();
+        if !(damaged || args.all || args.lane.is_some()) {
             continue;
         }
         let same = |l: &LaneDir| (&l.namespace, &l.shard) == (&files.namespace, &files.shard);

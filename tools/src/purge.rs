@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use forebay::log::fsck::{LaneDir, RawLane, lanes, live};
+use forebay::log::geometry_of;
 use forebay::log::purge::{Purged, What, purge};
 use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use forebay::{Error, ErrorKind, Result};
@@ -97,7 +98,12 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
     }
     let remote = args.remote.as_deref().map(crate::remote::settings).transpose()?;
     let remote = remote.and_then(|settings| RemoteOptions::of_settings(&settings));
-    let targets = targets(args, (what, remote.as_ref()))?;
+    let (targets, nameless) = targets(args, (what, remote.as_ref()))?;
+    for shard in &nameless {
+        out::tell(&format!(
+            "{shard} cannot be read, and its model is not known: if it is to go, name the directory with --namespace"
+        ));
+    }
     if targets.is_empty() {
         if context.json {
             out::print_json(&json!({"dry_run": args.dry_run, "shards": []}))?;
@@ -105,7 +111,7 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
             let hint = if remote.is_some() { "; name the --namespace of what only the store has" } else { "" };
             out::print(&format!("nothing to remove{hint}\n"))?;
         }
-        return Ok(Outcome::Done);
+        return Ok(if nameless.is_empty() { Outcome::Done } else { Outcome::Problem });
     }
     if !context.json {
         for t in &targets {
@@ -118,7 +124,7 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
         return Err(Error::new(ErrorKind::InvalidInput, "nothing was removed").advice("confirm, or give --yes"));
     }
     let mut reports = Vec::new();
-    let (mut complete, mut failed) = (true, None);
+    let (mut complete, mut failed) = (nameless.is_empty(), None);
     for t in &targets {
         let mut report = json!({"namespace": t.namespace, "shard": t.shard, "model": t.model, "lanes": t.lanes,
             "lanes_in_use": t.in_use, "chunks": t.chunks, "bytes": t.bytes});
@@ -183,8 +189,9 @@ fn remove(
 }
 
 /// The shards that hold something to be removed, here or in the remote store. Lanes that cannot be
-/// read belong to them as well.
-fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> Result<Vec<Target>> {
+/// read belong to them as well. Also those of which nothing says whether they are of the wanted
+/// model.
+fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> Result<(Vec<Target>, Vec<String>)> {
     let (found, _) = shards(&args.directory)?;
     // The readable lanes of a shard.
     let of_shard = |namespace: &str, shard: &str| {
@@ -192,15 +199,28 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         let its = found.iter().find(|(files, _)| files.first().is_some_and(same));
         its.map(|(_, raw)| raw.as_slice()).unwrap_or_default()
     };
-    let model_of =
-        |files: &LaneDir| of_shard(&files.namespace, &files.shard).first().map(|l| l.superblock.model.clone());
-    let mut targets: Vec<Target> = Vec::new();
-    for files in lanes(&args.directory)? {
+    // The shards of a namespace are of one model. Lanes may be unreadable, or rebuilt without a name.
+    let of_lanes = |files: &LaneDir| {
+        let its = found.iter().filter(|(lanes, _)| lanes.first().is_some_and(|l| l.namespace == files.namespace));
+        its.flat_map(|(_, raw)| raw).map(|l| l.superblock.model.clone()).find(|model| !model.is_empty())
+    };
+    let model_of = |files: &LaneDir| {
+        let described = geometry_of(&args.directory, &files.namespace, &files.shard).map(|g| g.model);
+        described.ok().or_else(|| of_lanes(files))
+    };
+    let (mut targets, mut nameless): (Vec<Target>, Vec<String>) = Default::default();
+    let all = lanes(&args.directory)?;
+    let is_directory = all.iter().any(|files| args.namespace.as_ref() == Some(&files.namespace));
+    for files in all {
         let LaneDir { namespace, shard, .. } = &files;
         if let Some(wanted) = &args.namespace
             && wanted != namespace
             && model_of(&files).as_ref() != Some(wanted)
         {
+            let place = format!("{namespace}/{shard}");
+            if !is_directory && model_of(&files).is_none() && !nameless.contains(&place) {
+                nameless.push(place);
+            }
             continue;
         }
         let in_use = usize::from(files.in_use());
@@ -235,7 +255,7 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
             }
         }
     }
-    if let Some(ns) = args.namespace.as_ref().filter(|_| targets.is_empty()) {
+    if let Some(ns) = args.namespace.as_ref().filter(|_| targets.is_empty() && nameless.is_empty()) {
         return Err(Error::new(ErrorKind::NotFound, format!("there is no namespace {ns}"))
             .at(&args.directory)
             .advice("see `forebay ls DIR --namespaces`"));
@@ -248,7 +268,7 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         of_shard(&t.namespace, &t.shard).iter().filter(is_whole).count() == t.lanes
     };
     targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0 || remote.is_some() || !is_known(t));
-    Ok(targets)
+    Ok((targets, nameless))
 }
 
 fn asked(context: &Context) -> Result<bool> {

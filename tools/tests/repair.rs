@@ -209,6 +209,28 @@ fn purge_of_a_tenant_holds_for_what_a_damaged_index_had() {
 }
 
 #[test]
+fn purge_of_a_model_holds_for_a_lane_that_cannot_be_read() {
+    for is_described in [true, false] {
+        let dir = folder();
+        close(filled(dir.path()));
+        let index = File::options().write(true).open(lane(dir.path()).join("index.kv")).unwrap();
+        let length = index.metadata().unwrap().len();
+        (0..length).step_by(4096).for_each(|at| index.write_all_at(&[0x5a; 4096], at).unwrap());
+        if !is_described {
+            std::fs::remove_file(lane(dir.path()).with_file_name("geometry.json")).unwrap();
+        }
+        let done = forebay(dir.path(), &["purge", ".", "--namespace", "small", "--yes"]).expect(if is_described {
+            0
+        } else {
+            3
+        });
+        assert_eq!(done.stderr.contains("its model is not known"), !is_described, "{}", done.stderr);
+        forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
+        assert_eq!(stored(&open(dir.path())).len(), if is_described { 0 } else { 20 });
+    }
+}
+
+#[test]
 fn purge_deletes_in_the_remote_store_too_where_it_is_named() {
     let dir = folder();
     let log = filled(dir.path());

@@ -3,9 +3,9 @@
 //!
 //! What only looks writes nothing, needs no geometry and leaves no lock held, and so works beside
 //! servers and on read-only mounts. What a server has stored in the last moments may be missing
-//! from the reports; reports say whether a lane was in use. [`rebuild`], [`repair`],
-//! [`remove_lost`] and [`LaneDir::delete`] write, and need lanes that no process writes;
-//! [`repair_budget`] takes the lock of `BUDGET`.
+//! from the reports; reports say whether a lane was in use. [`rebuild`], [`repair`] and
+//! [`remove_lost`] write, and need lanes that no process writes; [`repair_budget`] takes the lock
+//! of `BUDGET`.
 //!
 //! * `places`: finds the lanes below a cache directory; `raw`: reads a lane's index;
 //! * `look`: what running processes share, and what headers say; `deep`: checks every CRC;

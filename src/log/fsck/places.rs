@@ -6,6 +6,7 @@ use crate::config::dir::{CacheFileOptions, Dir};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::base::lock::{FileLock, is_taken};
 use crate::log::base::paths::{DATA, LANE_LOCK as LOCK};
+use crate::log::drive::floors;
 
 /// The directory of one lane.
 #[derive(Debug)]
@@ -40,6 +41,13 @@ impl LaneDir {
         self.dir.open_file_in(DATA, &CacheFileOptions::default()).is_err_and(|e| e.kind() == ErrorKind::NotFound)
     }
 
+    /// Whether the file FLOORS of its shard is damaged: then no lane of the shard is served.
+    #[must_use]
+    pub fn floors_are_damaged(&self) -> bool {
+        let floors = self.path().parent().map(floors::read);
+        floors.is_some_and(|read| read.is_err_and(|e| e.kind() == ErrorKind::Corrupt))
+    }
+
     /// Takes the lane's lock; `None` where a process writes the lane.
     ///
     /// # Errors
@@ -47,21 +55,6 @@ impl LaneDir {
     pub fn lock(&self) -> Result<Option<FileLock>> {
         let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
         FileLock::take(self.dir.open_file_in(LOCK, &create)?, self.path())
-    }
-
-    /// Deletes the lane with all its files. The caller holds its lock.
-    ///
-    /// # Errors
-    /// What removing files gives.
-    pub fn delete(self, parent: &Path) -> Result<()> {
-        for name in self.dir.names()? {
-            self.dir.remove_file_in(&name)?;
-        }
-        self.dir.sync()?;
-        let root = Dir::open_root(parent)?;
-        let shard = root.open_dir_in(&self.namespace)?.open_dir_in(&self.shard)?;
-        shard.remove_dir_in(&self.name)?;
-        shard.sync()
     }
 
     /// Path of one of its files, for messages.

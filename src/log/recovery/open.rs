@@ -134,7 +134,12 @@ impl Surroundings {
     /// where the settings say so; one whose data.kv is gone is made anew in any case, as its index
     /// names nothing that is there.
     pub(in crate::log) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
-        match self.open_files(dir, true) {
+        let opened = self.open_files(dir, true);
+        if opened.is_ok() {
+            // A rebuild that was cut off has left it. What is stored from now on is not in it.
+            remove_file(&dir.join(paths::INDEX_NEW))?;
+        }
+        match opened {
             Err(e) if e.kind() == ErrorKind::NotFound && !paths::is_there(&dir.join(paths::DATA)) => {
                 tracing::warn!(lane = %dir.display(), "data.kv is missing: the chunks of the lane are lost, and the lane is recreated");
                 self.make_anew(dir)
@@ -151,7 +156,7 @@ impl Surroundings {
     }
 
     fn make_anew(&self, dir: &Path) -> Result<LaneFiles> {
-        for name in [paths::TABLE_SHM, paths::DATA, paths::INDEX] {
+        for name in [paths::TABLE_SHM, paths::DATA, paths::INDEX, paths::INDEX_NEW, paths::INDEX_BACKUP] {
             remove_file(&dir.join(name))?;
         }
         self.create(dir)

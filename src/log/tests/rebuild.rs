@@ -120,32 +120,40 @@ fn whatever_became_of_the_index_everything_intact_is_found() {
 
 #[test]
 fn an_earlier_backup_is_not_taken_for_the_index_that_is_lost() {
-    let dir = temp();
-    make(dir.path());
-    again(dir.path(), KEEP).unwrap();
-    let log = Log::open(small(dir.path())).unwrap();
-    (300..330).for_each(|n| assert!(store(&log, n)));
-    log.close(soon()).unwrap();
-    drop(log);
-    let index = lane_file(dir.path(), "index.kv");
-    assert!(index.with_extension("kv.bak").exists());
-    fs::remove_file(index).unwrap();
-    again(dir.path(), KEEP).unwrap();
-    let log = Log::open(small(dir.path())).unwrap();
-    assert!((300..330).all(|n| has(&log, n)), "they are not in the backup");
-    log.abandon();
-    drop(log);
-    assert_eq!(served(dir.path()), all_wanted());
+    for is_cut_off in [false, true] {
+        let dir = temp();
+        make(dir.path());
+        again(dir.path(), KEEP).unwrap();
+        let index = lane_file(dir.path(), "index.kv");
+        let (backup, new) = (index.with_extension("kv.bak"), index.with_extension("kv.new"));
+        // A rebuild that was cut off before its renames has left it.
+        fs::copy(&backup, &new).unwrap();
+        let log = Log::open(small(dir.path())).unwrap();
+        (300..330).for_each(|n| assert!(store(&log, n)));
+        log.close(soon()).unwrap();
+        drop(log);
+        assert!(backup.exists() && !new.exists());
+        fs::remove_file(index).unwrap();
+        if is_cut_off {
+            // And one that was writing the new index.
+            fs::write(new, vec![0; 64 << 10]).unwrap();
+        }
+        again(dir.path(), KEEP).unwrap();
+        let log = Log::open(small(dir.path())).unwrap();
+        assert!((300..330).all(|n| has(&log, n)), "they are not in the backup");
+        log.abandon();
+        drop(log);
+        assert_eq!(served(dir.path()), all_wanted());
+    }
 }
 
 /// As a rebuild leaves it that is cut off between its renames.
 #[test]
-fn the_backup_of_a_rebuild_that_was_cut_off_is_the_index() {
+fn the_new_index_of_a_rebuild_that_was_cut_off_is_the_index() {
     let dir = temp();
     make(dir.path());
     let index = lane_file(dir.path(), "index.kv");
-    fs::copy(&index, index.with_extension("kv.new")).unwrap();
-    fs::rename(&index, index.with_extension("kv.bak")).unwrap();
+    fs::rename(&index, index.with_extension("kv.new")).unwrap();
     assert!(again(dir.path(), KEEP).unwrap().old_records > 0);
     assert_eq!(served(dir.path()), all_wanted());
 }
@@ -171,6 +179,9 @@ fn damaged_slots_are_left_out_and_bring_nothing_older_back() {
     assert_eq!(rebuilt.left_out.len(), 3, "{:?}", rebuilt.left_out);
     let wanted: Vec<_> = (0..KEYS).map(|n| want(n).filter(|_| ![26, 31, 50, 60].contains(&n))).collect();
     assert_eq!(served(dir.path()), wanted);
+    // No entry names them, so a removal would not find them.
+    fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+    assert_eq!(again(dir.path(), KEEP).unwrap().left_out.len(), 0, "their headers can be read");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Decides, segment by segment, which of the slots and old records count.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 
 use super::super::deep::BadSlot;
@@ -96,6 +96,7 @@ fn one(
     let of_ring = || evidence.loose.iter().filter(|r| r.epoch == epoch && r.kind == RecordKind::Put).copied().collect();
     let known: Vec<Record> = sealed.map_or_else(of_ring, |r| r.records);
     merged.old_records += known.len() as u64;
+    let by_place: HashMap<(u32, u64), &Record> = known.iter().map(|k| ((k.page, k.sequence), k)).collect();
     let mut records: Vec<Record> = Vec::new();
     let mut end = 0;
     for slot in &evidence.slots {
@@ -104,11 +105,8 @@ fn one(
             continue;
         }
         progress(slot.bytes());
-        let named = |r: &Record| {
-            known.iter().find(|k| (k.page, k.sequence, half(&k.key)) == (r.page, r.sequence, half(&r.key)))
-        };
         let record = record_of_header(&slot.header, slot.crc);
-        let in_index = named(&record);
+        let in_index = by_place.get(&(record.page, record.sequence)).filter(|k| half(&k.key) == half(&record.key));
         let counts = !is_whole || in_index.is_some();
         if slot.is_intact(data, len)? {
             end = slot.start + slot.bytes();
@@ -118,7 +116,12 @@ fn one(
             } else {
                 merged.unnamed.push(slot.at);
             }
-        } else if counts {
+        } else {
+            // No entry will name it, so its header must not be found again.
+            merged.unnamed.push(slot.at);
+            if !counts {
+                continue;
+            }
             let what = "an extent is damaged or cut off".to_owned();
             merged.left_out.push(BadSlot { lane: 0, key: slot.header.key, offset: slot.start, what, late: false });
         }

@@ -109,17 +109,17 @@ pub fn rebuild(
     Ok(rebuilt)
 }
 
-/// The old index, or, where an earlier rebuild was cut off between its renames, the backup that it
-/// had made. Any other backup is older than the index that is lost: what was stored since is not in
-/// it.
+/// The old index, or, where an earlier rebuild was cut off between its renames, the whole one that
+/// it had made. A backup is older: what was stored since is not in it.
 fn read_old(files: &LaneDir) -> Result<OldIndex> {
-    let is_cut_off = paths::is_there(&files.file(INDEX_NEW));
-    for name in [INDEX].into_iter().chain(is_cut_off.then_some(INDEX_BACKUP)) {
+    for name in [INDEX, INDEX_NEW] {
         match files.dir.open_file_in(name, &CacheFileOptions::default()) {
             Ok(file) => {
                 let len =
                     file.metadata().map_err(|e| Error::io("cannot look at a file", e).at(files.file(name)))?.len();
-                return OldIndex::read(&file, len).map_err(|e| e.at(files.file(name)));
+                let old = OldIndex::read(&file, len).map_err(|e| e.at(files.file(name)))?;
+                // Its superblocks were written last.
+                return Ok(if name == INDEX || old.superblock.is_some() { old } else { OldIndex::default() });
             }
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e),
