@@ -109,17 +109,16 @@ pub fn rebuild(
     Ok(rebuilt)
 }
 
-/// The old index, or, where an earlier rebuild was cut off between its renames, the whole one that
-/// it had made. A backup is older: what was stored since is not in it.
+/// The old index, or, where that is missing, what an earlier rebuild that was cut off had made of
+/// the new one: whoever has opened the lane since has removed that. A backup is older: what was
+/// stored since is not in it.
 fn read_old(files: &LaneDir) -> Result<OldIndex> {
     for name in [INDEX, INDEX_NEW] {
         match files.dir.open_file_in(name, &CacheFileOptions::default()) {
             Ok(file) => {
                 let len =
                     file.metadata().map_err(|e| Error::io("cannot look at a file", e).at(files.file(name)))?.len();
-                let old = OldIndex::read(&file, len).map_err(|e| e.at(files.file(name)))?;
-                // Its superblocks were written last.
-                return Ok(if name == INDEX || old.superblock.is_some() { old } else { OldIndex::default() });
+                return OldIndex::read(&file, len).map_err(|e| e.at(files.file(name)));
             }
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e),
