@@ -81,7 +81,7 @@ class Bench:
     def checked(self, point, size):
         bs, depth, _ = point
         return ["--name=checked", f"--filename={self.checked_file}", f"--size={size}", f"--bs={bs}", f"--iodepth={depth}", "--ioengine=io_uring",
-                "--direct=1", "--thread", "--fallocate=none", "--overwrite=1", "--mem=mmaphuge", "--verify=crc32c"]
+                "--direct=1", "--thread", "--fallocate=none", "--overwrite=1", "--mem=mmaphuge", "--verify=crc32c", "--verify_state_save=0"]
 
     def forebay(self, *argv):
         got = run([self.args.forebay, "bench", "--output-format", "json", *map(str, argv)])
