@@ -39,9 +39,9 @@ impl Growth {
 }
 
 /// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its
-/// own. On a full file system the one that is there goes first: where the caller gives it, as
-/// nobody else may have it mapped. Its blocks would not come free, and others would wait for a new
-/// table that cannot be made.
+/// own. On a full file system the one that is there goes first, where the caller gives it. It does
+/// not where another writer may have it mapped: its blocks would not come free, and that process
+/// would wait for a new table that cannot be made.
 pub(in crate::log) fn make_table(
     ctx: &Ctx,
     dir: &Path,

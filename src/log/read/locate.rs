@@ -251,7 +251,8 @@ impl Log {
     /// Reports a chunk whose load failed. A corrupt or unreadable chunk is removed, if it still
     /// lies where it was read and this process may write, so that it is stored anew; one that was
     /// not read in time stays. After several errors in a row nothing on the drive is found for a
-    /// while: a load would only wait, and hold staging.
+    /// while: a load would only wait, and hold staging. What is unreadable then stays too, for when
+    /// the drive is back.
     ///
     /// False where the chunk no longer lies where it was read: without a lease it may have been
     /// moved or removed during the load. Then what was read is another's, and a read behind the

@@ -9,7 +9,8 @@ from typing import Any
 
 from forebay.vllm import identity
 
-#: Parts of vLLM's configuration none of whose options changes KV, or its meaning, by more than rounding.
+#: Parts of vLLM's configuration of which no option changes KV, or its meaning, by more than
+#: rounding.
 NO_KV = {
     "AuxOutputConfig": "what is returned beside tokens",
     "CompilationConfig": "compiles the same computation",
