@@ -165,9 +165,15 @@ def test_a_time_of_0_loads_nothing(cache: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_remote_store_is_left_alone(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("place", ["extra config", "environment"])
+def test_a_remote_store_is_left_alone(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     (tmp_path / "far").mkdir()
-    with served(cache, more={"remote_url": f"file://{tmp_path}/far"}) as server:
+    url = f"file://{tmp_path}/far"
+    if place == "environment":
+        monkeypatch.setenv("FOREBAY_REMOTE_URL", url)
+    with served(cache, more={"remote_url": url} if place == "extra config" else {}) as server:
         server.compute(prompt(4), seed=1)
         assert all(server.settle())
     assert not any((tmp_path / "far").iterdir()) and "remote_url" in caplog.text

@@ -344,18 +344,20 @@ def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypat
         assert over.batch_exists(keys) == 2 and over.batch_get_v2(transfer) == {PoolName.SWA: [True, True]}
 
 
-def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("started", [(None,), ("dynamic", "another.module")])
+def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, monkeypatch: pytest.MonkeyPatch, started: tuple[Any]) -> None:
     pool, keys = mha(), names(2)
     with backend(config(cache), pool) as over:
         assert all(over.batch_set_v1(keys, pages(pool, 0, 2)))
-    # Started without a backend: the weights that were exchanged are not those of the namespace.
+    # Started without this backend: the weights that were exchanged are not those of the namespace.
     updater = weight_updater(monkeypatch)
     start = world.server_args
-    monkeypatch.setattr(world, "server_args", lambda: start(None))
+    monkeypatch.setattr(world, "server_args", lambda: start(*started))
     updater.update_weights_from_tensor()
     for _ in range(2):
-        with pytest.raises(Exception, match="fingerprint"), backend(config(cache), pool):
-            pass
+        for more in ({}, {"fingerprint": None}):
+            with pytest.raises(Exception, match="fingerprint"), backend(config(cache, more=more), pool):
+                pass
         with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
             assert over.batch_exists(keys) == 0 and all(over.batch_set_v1(keys, pages(pool, 0, 2)))
             over.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import threading
@@ -30,9 +31,10 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 PAGE, TOKENS, LAYERS, HEADS, DIM = 16, 256, 3, 2, 32
 
 
-def server_args(storage: str | None = "dynamic") -> ServerArgs:
-    """SGLang's arguments, as the scheduler has them when it makes a backend; `storage` is another where it is attached later."""
-    args = ServerArgs(model_path="dummy", load_format="dummy", page_size=PAGE, hicache_storage_backend=storage)
+def server_args(storage: str | None = "dynamic", module: str = "forebay.sglang") -> ServerArgs:
+    """SGLang's arguments, as the scheduler has them when it makes a backend; `storage` or `module` is another where it is attached later."""
+    given = {"hicache_storage_backend": storage, "hicache_storage_backend_extra_config": json.dumps({"module_path": module})}
+    args = ServerArgs(model_path="dummy", load_format="dummy", page_size=PAGE, **given)
     set_global_server_args_for_scheduler(args)
     return args
 

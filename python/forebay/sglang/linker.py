@@ -119,7 +119,8 @@ class Linker(UnifiedCacheLinker):
         version = versions.require("--enable-unified-cache-external-linker")
         _refuse(server_args, params)
         weights.watch(is_start=True)
-        settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, **(extra_config or {})}
+        # A key without a value is not given: the text "None" would pass for a fingerprint.
+        settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, **{k: v for k, v in (extra_config or {}).items() if v is not None}}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
         if "chunk_size" in settings:
             raise forebay.ConfigError("chunk_size: a chunk is a page of SGLang's; leave it out, and set SGLang's --page-size")
@@ -133,7 +134,8 @@ class Linker(UnifiedCacheLinker):
         if resolved["remote_url"] is not None:
             # Otherwise chunks would be uploaded for nobody.
             logger.warning("remote_url: the external linker fetches nothing from a remote store, so it uploads nothing; leave it out")
-            settings["remote_url"] = None
+            # Not `None`: a file or the environment would give it again.
+            settings["remote_url"] = "none"
         self._timeout_ms = int(resolved["load_timeout_ms"])
         # As for other servers, 0 loads nothing.
         self._is_loading = self._timeout_ms > 0

@@ -8,7 +8,7 @@ Invariants:
   no: SGLang computes it.
 - Nothing is raised into SGLang once it runs, except by `clear`. What is wrong with the settings, the pools or the version is raised at the
   start.
-- When `close` returns, no byte of SGLang's memory is read or written any more.
+- When `close` returns, no byte of SGLang's memory is read or written any more, unless the drive hangs: then its pools stay alive.
 - A key names a page's content with all that gives it its meaning, so nothing is ever overwritten.
 - Once SGLang has exchanged its weights nothing is found, read or stored (`weights.py`).
 """
@@ -72,8 +72,9 @@ class HiCache(HiCacheStorage):
         # What SGLang was started with, also where a backend is attached later.
         server_args = get_server_args()
         _refuse(storage_config, server_args)
-        weights.watch(is_start=server_args.hicache_storage_backend == "dynamic")
-        settings = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in SGLANGS_KEYS}
+        weights.watch(is_start=_was_started_with_it(server_args))
+        # A key without a value is not given: the text "None" would pass for a fingerprint.
+        settings = {k: v for k, v in (storage_config.extra_config or {}).items() if v is not None and k not in SGLANGS_KEYS}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
         if weights.may_have_missed() and not addition:
             raise forebay.Unsupported(
@@ -333,6 +334,12 @@ class _Moved:
             taken = self._metrics
             self._new()
         return taken
+
+
+def _was_started_with_it(server_args: Any) -> bool:
+    """Whether this is the backend that SGLang was started with, as far as its record tells: its extra config may be in a file."""
+    given = str(getattr(server_args, "hicache_storage_backend_extra_config", None))
+    return server_args.hicache_storage_backend == "dynamic" and (given.startswith("@") or "forebay" in given)
 
 
 def _refuse(config: HiCacheStorageConfig, server_args: Any) -> None:
