@@ -51,7 +51,7 @@ mod write;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -108,8 +108,8 @@ impl Log {
             let io = open_queues(&ctx.options, number, dir)?;
             let volume = Volume::open(&ctx, (number, dir), io, reclaim::helpers())?;
             if let Some(twin) = volumes.iter().find(|v| v.id == volume.id) {
-                return Err(Error::new(ErrorKind::Config, "two cache directories have the same drive id")
-                    .at(&twin.root)
+                let both = format!("{} and {}", twin.root.display(), volume.root.display());
+                return Err(Error::new(ErrorKind::Config, format!("the cache directories {both} have the same drive id"))
                     .advice("list each directory once; a copy of a cache needs another BUDGET file"));
             }
             volumes.push(Arc::new(volume));
@@ -141,7 +141,29 @@ impl Log {
     }
 
     fn flush_until(&self, deadline: Instant) -> Result<()> {
-        self.volumes.iter().filter_map(|v| v.own()).try_for_each(|lane| journal::flush(&lane, deadline))
+        self.flush_each(deadline).into_iter().collect()
+    }
+
+    /// Flushes all drives at once, so that one that hangs keeps no other from it; how it went for
+    /// each.
+    fn flush_each(&self, deadline: Instant) -> Vec<Result<()>> {
+        let flush = |v: &Arc<Volume>| v.own().map_or(Ok(()), |lane| journal::flush(&lane, deadline));
+        if self.volumes.len() < 2 || self.ctx.options.foreground {
+            return self.volumes.iter().map(flush).collect();
+        }
+        std::thread::scope(|scope| {
+            let start = |v| {
+                let thread = std::thread::Builder::new().name("forebay-flush".to_owned());
+                thread.spawn_scoped(scope, move || flush(v)).map_err(|_| v)
+            };
+            let started: Vec<_> = self.volumes.iter().map(start).collect();
+            let panicked = |_| Err(Error::new(ErrorKind::Internal, "a flush ended in a panic"));
+            let end = |thread: std::result::Result<ScopedJoinHandle<'_, _>, _>| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(panicked),
+                Err(v) => flush(v),
+            };
+            started.into_iter().map(end).collect()
+        })
     }
 
     /// Closes the open segments and waits until they are sealed. The next put opens another
@@ -164,7 +186,7 @@ impl Log {
         if self.ctx.check().is_err() || !self.ctx.close() {
             return Ok(());
         }
-        let flushed = self.flush_until(deadline);
+        let flushed = self.flush_each(deadline);
         // What a drive that answers has left is written in less.
         let stop_by = deadline.max(Instant::now() + self.ctx.options.io_timeout);
         self.stop_threads(Some(stop_by));
@@ -172,16 +194,17 @@ impl Log {
             .iter()
             .filter(|v| !v.is_lost())
             .for_each(|v| v.lanes().held().for_each(|l| reclaim::flush_evictions(l)));
-        if flushed.is_ok() && !self.ctx.options.foreground {
-            let close = |v: &Arc<Volume>| v.own().filter(|_| !v.is_lost()).iter().for_each(|l| v.policy.close(l));
-            self.volumes.iter().for_each(close);
+        if !self.ctx.options.foreground {
+            let saved = self.volumes.iter().zip(&flushed).filter(|(v, flushed)| flushed.is_ok() && !v.is_lost());
+            saved.for_each(|(v, _)| v.own().iter().for_each(|l| v.policy.close(l)));
         }
-        let closed = self.volumes.iter().try_for_each(|v| v.io.write.close(deadline).and(v.io.read.close(deadline)));
+        let close = |v: &Arc<Volume>| v.io.write.close(deadline).and(v.io.read.close(deadline));
+        let closed: Vec<Result<()>> = self.volumes.iter().map(close).collect();
         let until = Instant::now() + self.ctx.options.io_timeout;
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
             lane.release(until);
         }
-        flushed.and(closed)
+        flushed.into_iter().chain(closed).collect()
     }
 
     /// Waits until reclaim has nothing left to do: afterwards it gives up only what expires, until

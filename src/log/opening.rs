@@ -124,9 +124,14 @@ impl Opening {
     }
 }
 
-/// A wrong call is an error; a broken cache is not.
+/// A wrong call or setting is an error; a broken cache is not. What is wrong with a place on a drive
+/// may be put right there.
 fn is_callers_fault(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Internal)
+    match error.kind() {
+        ErrorKind::InvalidInput | ErrorKind::Internal => true,
+        ErrorKind::Config => error.path().is_none(),
+        _ => false,
+    }
 }
 
 impl fmt::Debug for Opening {

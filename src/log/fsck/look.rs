@@ -40,8 +40,6 @@ pub struct LaneActivity {
 pub struct Born {
     /// Unix milliseconds at which it was stored.
     pub created_ms: u64,
-    /// Version of the program that stored it.
-    pub writer_version: u32,
 }
 
 /// Bytes that all files below a cache directory take on the drive: what a capacity bounds.
@@ -101,9 +99,7 @@ impl LaneDir {
         if SlotHeader::decode(bytes.get(gap..first)?).is_err() {
             read_up_to(&data, &mut bytes, raw.slot_offset(record)).ok()?;
         }
-        let here = bytes.get(gap..)?;
-        let (header, crc) = SlotHeader::decode(here).ok()?;
-        let writer_version = u32::from_le_bytes(*here.get(28..32)?.first_chunk::<4>()?);
-        (crc == record.header_crc).then_some(Born { created_ms: header.created_ms, writer_version })
+        let (header, crc) = SlotHeader::decode(bytes.get(gap..)?).ok()?;
+        (crc == record.header_crc).then_some(Born { created_ms: header.created_ms })
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::Lane;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{self, AlignedBuf, Buf, Completion, DirectFile, Request};
+use crate::io::{AlignedBuf, Buf, Completion, DirectFile, Queue, Request};
 
 /// How soon a request that the queue did not take is tried again.
 const RETRY: Duration = Duration::from_millis(2);
@@ -36,10 +36,9 @@ impl Lane {
     /// Those of the drive.
     pub(in crate::log) fn read(&self, file: &Arc<DirectFile>, offset: u64, len: usize) -> Result<Buf> {
         let buf = AlignedBuf::zeroed(len)?;
-        let request = Request::read(Arc::clone(file), offset, buf.into(), drop).timeout(self.ctx.options.io_timeout);
-        let c = io::wait(&*self.io.read, request);
-        c.result?;
-        c.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read did not give its buffer back"))
+        let request = Request::read(Arc::clone(file), offset, buf.into(), drop);
+        let buf = self.wait_on(&*self.io.read, request)?;
+        buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read did not give its buffer back"))
     }
 
     /// Makes what was written to data.kv durable.
@@ -120,18 +119,20 @@ impl Lane {
         true
     }
 
-    /// Submits and waits; where the queue is full, again until the time-out.
+    /// Writes or flushes, and waits.
     pub(super) fn wait(&self, request: Request) -> Result<()> {
+        self.wait_on(&*self.io.write, request).map(drop)
+    }
+
+    /// Submits and waits; where the queue is full, again until the time-out.
+    fn wait_on(&self, queue: &dyn Queue, request: Request) -> Result<Option<Buf>> {
         let timeout = self.ctx.options.io_timeout;
         let start = Instant::now();
         let mut request = request.timeout(timeout);
         loop {
             let (tx, rx) = crossbeam_channel::bounded(1);
-            request.done = Box::new(move |c: Completion| {
-                drop(c.buf);
-                drop(tx.send(c.result));
-            });
-            let Err(rejected) = self.io.write.submit(request) else {
+            request.done = Box::new(move |c: Completion| drop(tx.send(c.result.map(|()| c.buf))));
+            let Err(rejected) = queue.submit(request) else {
                 let lost = || Err(Error::new(ErrorKind::Internal, "an I/O queue lost a request"));
                 return rx.recv().unwrap_or_else(|_| lost());
             };

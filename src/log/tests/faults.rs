@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -14,9 +14,10 @@ use crate::error::ErrorKind;
 use crate::format::record::Record;
 use crate::format::sealed::RegionLayout;
 use crate::io::{self, Fault, Faulty, Op, Request};
+use crate::log::base::paths;
 use crate::log::lane::LaneRole;
 use crate::log::reclaim::steps;
-use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn, journal};
+use crate::log::{Log, LogOptions, Placement, PutOutcome, PutSpec, Turn, journal};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
 #[derive(Default)]
@@ -499,6 +500,113 @@ fn a_busy_queue_costs_no_put() {
     log.flush().unwrap();
     switch.set(NONE);
     assert!((0..10).all(|n| has(&log, n)));
+}
+
+/// Loads may fill the queue: what is worth keeping must not be given up for that.
+#[test]
+fn a_read_of_the_log_waits_while_the_queue_is_full() {
+    let dir = temp();
+    let is_full = Arc::new(AtomicBool::new(false));
+    let for_factory = Arc::clone(&is_full);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let is_full = Arc::clone(&for_factory);
+        drive.read =
+            Arc::new(Faulty::new(drive.read, move |_, _| is_full.swap(false, Ordering::SeqCst).then_some(Fault::Busy)));
+        Ok(drive)
+    };
+    let options = LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..options(dir.path()) };
+    let log = Log::open(options).unwrap();
+    (0..4).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    log.remove(&[key(2)]).unwrap();
+    let at = log.locate(&key(1), PIN).map(|chunk| (chunk.segment, chunk.epoch)).unwrap();
+    is_full.store(true, Ordering::SeqCst);
+    let records = journal::known_records(&log.volumes[0].own().unwrap(), at).unwrap();
+    assert!(!is_full.load(Ordering::SeqCst));
+    assert_eq!(records.len(), 4, "the table, which stands in for a region that cannot be read, has three");
+}
+
+/// A log on two drives. `first` decides the fate of the requests for the write queue of the first
+/// drive, `second` of the second.
+fn two_drives(
+    dirs: [&Path; 2],
+    first: impl Fn(&Request) -> Option<Fault> + Send + Sync + 'static,
+    second: impl Fn(&Request) -> Option<Fault> + Send + Sync + 'static,
+) -> Arc<Log> {
+    let (first, second) = (Arc::new(first), Arc::new(second));
+    let factory = move |number: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let (first, second) = (Arc::clone(&first), Arc::clone(&second));
+        let plan = move |_, request: &Request| if number == 0 { first(request) } else { second(request) };
+        drive.write = Arc::new(Faulty::new(drive.write, plan));
+        Ok(drive)
+    };
+    let log = Log::open(LogOptions {
+        dirs: dirs.map(Path::to_path_buf).to_vec(),
+        placement: Placement::Stripe,
+        policy: crate::index::Reclaim::Prefix,
+        drive_factory: Some(Arc::new(factory)),
+        ..options(dirs[0])
+    });
+    log.unwrap()
+}
+
+/// Stores chunks; those on each drive.
+fn on_each(log: &Log) -> [Vec<u64>; 2] {
+    (0..40).for_each(|n| assert!(store(log, n)));
+    let on = |drive| (0..40).filter(|n| log.peek(&key(*n)).unwrap().drive == drive).collect::<Vec<u64>>();
+    let there = [on(0), on(1)];
+    assert!(there.iter().all(|on| !on.is_empty()));
+    there
+}
+
+#[test]
+fn a_drive_that_hangs_keeps_no_other_from_being_flushed() {
+    let (dir, other) = (temp(), temp());
+    let flushing = Arc::new(AtomicBool::new(false));
+    let (tx, rx) = crossbeam_channel::bounded(1);
+    let (hangs, tells) = (Arc::clone(&flushing), Arc::clone(&flushing));
+    let flushes = |r: &Request, name: &str| r.op == Op::Flush && r.file.path().ends_with(name);
+    let until_the_other_is_flushed = move |r: &Request| {
+        let hangs = flushes(r, "data.kv") && hangs.load(Ordering::SeqCst);
+        (hangs && rx.recv_timeout(Duration::from_secs(5)).is_err()).then_some(Fault::Fail)
+    };
+    let tell = move |r: &Request| {
+        if flushes(r, "index.kv") && tells.load(Ordering::SeqCst) {
+            let _ = tx.try_send(());
+        }
+        None
+    };
+    let log = two_drives([dir.path(), other.path()], until_the_other_is_flushed, tell);
+    on_each(&log);
+    flushing.store(true, Ordering::SeqCst);
+    let flushed = log.flush();
+    flushing.store(false, Ordering::SeqCst);
+    flushed.unwrap();
+}
+
+#[test]
+fn a_close_saves_and_closes_what_it_can_though_another_drive_fails() {
+    let (dir, other) = (temp(), temp());
+    let fails = Arc::new(AtomicBool::new(false));
+    let is_failing = Arc::clone(&fails);
+    let log = two_drives(
+        [dir.path(), other.path()],
+        move |r| (r.op == Op::Flush && is_failing.load(Ordering::SeqCst)).then_some(Fault::Fail),
+        |_| None,
+    );
+    at_rest(&log);
+    let on = on_each(&log);
+    let policy = |i: usize| log.volumes[i].own().unwrap().dir.join(paths::POLICY);
+    let policies = [policy(0), policy(1)];
+    assert!(!policies.iter().any(|path| path.exists()));
+    fails.store(true, Ordering::SeqCst);
+    assert_eq!(log.close(soon()).unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(policies.map(|path| path.exists()), [false, true]);
+    drop(log);
+    let left = Log::open(options(other.path())).unwrap();
+    assert!(on[1].iter().all(|n| has(&left, *n)));
 }
 
 #[test]

@@ -279,7 +279,7 @@ fn a_drive_listed_twice_is_refused() {
     let dir = temp();
     let twice = vec![dir.path().to_path_buf(); 2];
     let refused = Log::open(LogOptions { dirs: twice, ..options(dir.path()) }).unwrap_err();
-    assert_eq!(refused.kind(), crate::ErrorKind::Config);
+    assert_eq!((refused.kind(), refused.path()), (crate::ErrorKind::Config, None), "a wrong setting stops the start");
 }
 
 #[test]
