@@ -1,18 +1,15 @@
 //! cuFile's error integers and their names.
 //!
 //! Errors stay plain `i32`: the library may be newer than this table, and a Rust enum with an
-//! unknown value would be undefined behaviour. The numbers and names are those of `cufile.h`, 1.20;
-//! one of them meant something else before 1.15 ([`name_in`]).
+//! unknown value would be undefined behaviour. The numbers and names are those of `cufile.h`, 1.20.
 
 use std::{fmt, io};
 
-use crate::Version;
-
 /// Errors of cuFile start above this number.
-pub const BASE_ERR: i32 = 5000;
+const BASE_ERR: i32 = 5000;
 
 /// cuFile's `CU_FILE_SUCCESS`.
-pub const SUCCESS: i32 = 0;
+const SUCCESS: i32 = 0;
 
 /// What most cuFile calls return: 8 bytes, by value.
 #[repr(C)]
@@ -33,16 +30,8 @@ impl CuFileError {
         if self.err == SUCCESS { Ok(()) } else { Err(self) }
     }
 
-    /// The name in `cufile.h`, where this table knows it.
-    #[must_use]
-    pub const fn name(self) -> Option<&'static str> {
-        name_of(self.err)
-    }
-}
-
-impl CuFileError {
     fn fmt_number(self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.name() {
+        match name_of(self.err) {
             Some(name) => write!(f, "{name} ({})", self.err),
             None => write!(f, "cuFile error {}", self.err),
         }
@@ -70,22 +59,6 @@ pub const fn name_of(err: i32) -> Option<&'static str> {
     }
     if at < NAMES.len() && !NAMES[at].is_empty() { Some(NAMES[at]) } else { None }
 }
-
-/// [`name_of`] in a library of this version: until 1.14 the list ended at 5039, which then was
-/// `CU_FILE_IO_MAX_ERROR`.
-#[must_use]
-pub const fn name_in(version: Version, err: i32) -> Option<&'static str> {
-    if version.major > 1 || version.minor >= 15 {
-        return name_of(err);
-    }
-    match err.unsigned_abs() {
-        OLD_END => Some("CU_FILE_IO_MAX_ERROR"),
-        number if number > OLD_END => None,
-        _ => name_of(err),
-    }
-}
-
-const OLD_END: u32 = 5039;
 
 /// Why a read or a write moved nothing.
 #[derive(Debug)]
@@ -211,15 +184,6 @@ mod tests {
         let e = CuFileError { err: 5011, cu_err: 100 }.check().unwrap_err();
         assert_eq!(e.to_string(), "CU_FILE_CUDA_DRIVER_ERROR (5011), CUDA driver error 100");
         assert_eq!(CuFileError { err: 5999, cu_err: 0 }.to_string(), "cuFile error 5999");
-    }
-
-    #[test]
-    fn the_end_of_the_old_list_has_its_old_name_in_old_libraries() {
-        let (old, new) = (Version { major: 1, minor: 14 }, Version { major: 1, minor: 15 });
-        assert_eq!(name_in(old, 5039), Some("CU_FILE_IO_MAX_ERROR"));
-        assert_eq!(name_in(new, -5039), Some("CU_FILE_INTERNAL_BATCH_SETUP_ERROR"));
-        assert_eq!((name_in(old, 5050), name_in(new, 5050)), (None, Some("CU_FILE_IO_MAX_ERROR")));
-        assert_eq!((name_in(old, 5011), name_in(old, 0)), (name_of(5011), name_of(0)));
     }
 
     #[test]

@@ -1,18 +1,16 @@
 //! Raw bindings to NVIDIA's libcufile (GPUDirect Storage), opened at run time: builds and runs
 //! without CUDA.
 //!
-//! [`CuFile::open`] finds the library, [`sys`] has its C functions, [`types`], [`constants`] and
-//! [`stats`] their arguments, [`CuFileError`] and [`transferred`] their results: the whole C
-//! interface of 1.0 to 1.20. Invariants: a missing library, a missing function
-//! or an unknown error number is a value, never a panic; nothing of NVIDIA's is vendored;
-//! opening calls nothing in the library but its own initialisers, so no driver is started and no
-//! configuration read.
+//! [`CuFile::open`] finds the library, [`sys`] has the C functions that Forebay calls, [`types`] and
+//! [`stats`] their arguments, [`CuFileError`] and [`transferred`] their results, as they are in 1.0
+//! to 1.20. Invariants: a missing library, a missing function or an unknown error number is a
+//! value, never a panic; nothing of NVIDIA's is vendored; opening calls nothing in the library but
+//! its own initialisers, so no driver is started and no configuration read.
 //!
 //! libcufile reads `CUFILE_ENV_PATH_JSON` and `CUFILE_LOGFILE_PATH` from the environment; set them
 //! before opening, or it writes `cufile.log` into the working directory once its driver is opened.
 #![expect(unsafe_code, reason = "loading a C library and calling into it")]
 
-pub mod constants;
 mod error;
 pub mod stats;
 pub mod sys;
@@ -24,7 +22,7 @@ use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-pub use error::{BASE_ERR, CuFileError, SUCCESS, TransferError, name_in, name_of, transferred};
+pub use error::{CuFileError, TransferError, name_of, transferred};
 
 /// Names the library file to use; then no other is tried. Empty counts as not set.
 pub const PATH_VARIABLE: &str = "FOREBAY_CUFILE_PATH";

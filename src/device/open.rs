@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::cuda::{CudaDevice, CudaOptions};
 use super::{CodecKernels, Device, HostDevice};
-use crate::config::{Codec, Settings};
+use crate::config::{Codec, Cufile, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotCodec;
 
@@ -40,7 +40,8 @@ pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
         DeviceName::Host => Ok(HostDevice::new(settings.worker_threads())?),
         DeviceName::Cuda(ordinal) => {
             let (max_ctas, numa) = (settings.kernel_ctas, settings.numa);
-            Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, ..CudaOptions::default() })?)
+            let cufile = settings.cufile != Cufile::Never;
+            Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, cufile, ..CudaOptions::default() })?)
         }
     }
 }

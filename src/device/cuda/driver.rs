@@ -85,7 +85,6 @@ impl CudaError {
         matches!(
             self.code,
             C::CUDA_ERROR_DEINITIALIZED
-                | C::CUDA_ERROR_DEVICE_UNAVAILABLE
                 | C::CUDA_ERROR_ECC_UNCORRECTABLE
                 | C::CUDA_ERROR_NVLINK_UNCORRECTABLE
                 | C::CUDA_ERROR_ILLEGAL_ADDRESS
@@ -110,7 +109,7 @@ impl CudaError {
     fn kind(self) -> ErrorKind {
         use CUresult as C;
         match self.code {
-            C::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::Busy,
+            C::CUDA_ERROR_OUT_OF_MEMORY | C::CUDA_ERROR_DEVICE_UNAVAILABLE => ErrorKind::Busy,
             C::CUDA_ERROR_NO_DEVICE
             | C::CUDA_ERROR_INVALID_DEVICE
             | C::CUDA_ERROR_NOT_SUPPORTED
@@ -131,6 +130,12 @@ impl CudaError {
         use CUresult as C;
         Some(match self.code {
             C::CUDA_ERROR_NO_DEVICE => "check nvidia-smi, CUDA_VISIBLE_DEVICES, and that the container was given a GPU",
+            C::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+                "another process has the GPU, or its compute mode prohibits it: nvidia-smi -c DEFAULT"
+            }
+            C::CUDA_ERROR_OUT_OF_MEMORY if self.call.starts_with("cuMemHost") => {
+                "lower max_local_cpu_size or pinned_staging, or free host memory"
+            }
             C::CUDA_ERROR_OUT_OF_MEMORY => "lower gpu_staging, or leave the server less of the GPU's memory",
             C::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
                 "libcuda and the kernel module differ: restart after the driver update"
@@ -232,4 +237,22 @@ pub(super) fn init() -> Result<()> {
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advice_is_for_the_memory_that_ran_out_and_a_gpu_that_others_have_is_not_lost() {
+        let of = |call, code| CudaError { call, code };
+        for call in ["cuMemHostRegister", "cuMemHostAlloc"] {
+            let advice = of(call, CUresult::CUDA_ERROR_OUT_OF_MEMORY).advice().unwrap();
+            assert!(advice.contains("pinned_staging") && !advice.contains("gpu_staging"), "{advice}");
+        }
+        assert!(of("cuMemAlloc", CUresult::CUDA_ERROR_OUT_OF_MEMORY).advice().unwrap().contains("gpu_staging"));
+        let taken = of("cuDevicePrimaryCtxRetain", CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE);
+        assert!(!taken.is_sticky() && taken.kind() == ErrorKind::Busy);
+        assert!(taken.advice().unwrap().contains("nvidia-smi -c DEFAULT"));
+    }
 }

@@ -32,8 +32,7 @@ use crate::error::{Error, ErrorKind, Result};
 const SLOTS: usize = 4;
 /// Most bytes of extents in a launch of several jobs: more would keep staging for too long.
 const MERGED_BYTES: usize = 64 << 20;
-/// Most bytes of coded extents' values in a launch of several jobs, which bounds a lane's scratch
-/// memory.
+/// Most bytes of scratch memory for a launch of several jobs.
 const MERGED_CODED_BYTES: usize = 8 << 20;
 /// Time between two checks of the fences of jobs that have no lane.
 const POLL: Duration = Duration::from_micros(500);

@@ -3,11 +3,12 @@
 
 use std::sync::Arc;
 
-use super::coded::LaunchCoded;
+use super::coded::{LaunchCoded, scratch_bytes};
 use super::events::CudaPoint;
 use super::plane::LaunchPlane;
 use crate::device::{CopyJob, Fence};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::exp4::CodedShape;
 use crate::format::layout::SlotCodec;
 use crate::io::MemorySpace;
 
@@ -32,7 +33,7 @@ pub(super) fn check(job: &CopyJob, ordinal: u32) -> Result<()> {
 pub(super) struct JobSizes {
     /// Bytes that are moved, about.
     pub(super) moved: usize,
-    /// Bytes of coded extents among them, as values.
+    /// Bytes of scratch memory for coded extents among them.
     pub(super) coded: usize,
     /// Bytes of descriptors, about.
     pub(super) blob: usize,
@@ -44,8 +45,9 @@ impl JobSizes {
         let mut last = None;
         for part in &job.parts {
             let spec = job.kv.spec(part.layer);
-            let bytes = spec.map_or(0, |s| s.extent_bytes(part.tokens).max(part.padded_len));
+            let raw_bytes = spec.map_or(0, |s| s.extent_bytes(part.tokens));
             let is_coded = part.codec != SlotCodec::None;
+            let coded = CodedShape::of(raw_bytes).filter(|_| is_coded).map_or(0, scratch_bytes);
             // One plane more for the padding, and one for the bytes of a coded extent.
             let planes = spec.map_or(1, |s| s.planes.len().max(1)) + 1 + usize::from(is_coded);
             let mut blob = planes * size_of::<LaunchPlane>() + usize::from(is_coded) * size_of::<LaunchCoded>();
@@ -54,7 +56,7 @@ impl JobSizes {
                 blob = blob.saturating_add(part.tokens.saturating_add(2).saturating_mul(size_of::<i64>()));
             }
             last = Some(plan);
-            sizes = sizes.and(Self { moved: bytes, coded: if is_coded { bytes } else { 0 }, blob });
+            sizes = sizes.and(Self { moved: raw_bytes.max(part.padded_len), coded, blob });
         }
         sizes
     }

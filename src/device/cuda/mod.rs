@@ -92,11 +92,13 @@ pub struct CudaOptions {
     pub checksums: bool,
     /// NUMA node of pinned host memory; by default the GPU's.
     pub numa: Numa,
+    /// Whether drives may reach staging themselves, which then keeps to the window for that (BAR1).
+    pub cufile: bool,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { ordinal: 0, max_ctas: 16, checksums: true, numa: Numa::Auto }
+        Self { ordinal: 0, max_ctas: 16, checksums: true, numa: Numa::Auto, cufile: true }
     }
 }
 
@@ -108,6 +110,7 @@ pub struct CudaDevice {
     tools: Arc<Tools>,
     kernels: Arc<Kernels>,
     max_ctas: u32,
+    cufile: bool,
     info: GpuInfo,
     context: Arc<Context>,
     _forks: ForkGuard,
@@ -139,8 +142,8 @@ impl CudaDevice {
         let mover = CudaMover::new(&context, &events, "forebay-gpu-copy", numa)?;
         let stream = Mutex::new(Bench { stream: OwnStream::new(&context)?, slot: None });
         let tools = Arc::new(Tools { context: Arc::clone(&context), events, stream });
-        let (max_ctas, context) = (options.max_ctas, Arc::clone(&context));
-        Ok(Arc::new(Self { scatters, gathers, mover, tools, kernels, max_ctas, info, context, _forks: forks }))
+        let (&CudaOptions { max_ctas, cufile, .. }, context) = (options, Arc::clone(&context));
+        Ok(Arc::new(Self { scatters, gathers, mover, tools, kernels, max_ctas, cufile, info, context, _forks: forks }))
     }
 
     /// What the GPU is.
@@ -184,7 +187,7 @@ impl Device for CudaDevice {
 
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
         self.context.usable()?;
-        pool::make(&self.context, &self.info, options)
+        pool::make(&self.context, self.info.bar1_bytes.filter(|_| self.cufile), options)
     }
 
     fn fence(&self, stream: Stream) -> Result<Option<Fence>> {

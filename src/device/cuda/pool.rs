@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use super::context::Context;
-use super::info::GpuInfo;
 use super::memory::{DeviceRegion, free_bytes};
 use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
@@ -16,7 +15,8 @@ const FEWEST_SLOTS: usize = 2;
 const SHARE: u64 = 2;
 
 /// A pool of at most `options.bytes`, halved down to two slots while the GPU has too little memory.
-pub(super) fn make(context: &Arc<Context>, info: &GpuInfo, options: &StagingOptions) -> Result<Arc<StagingPool>> {
+/// `window` is that of the drives, where they use it.
+pub(super) fn make(context: &Arc<Context>, window: Option<u64>, options: &StagingOptions) -> Result<Arc<StagingPool>> {
     let slot_bytes = StagingPool::rounded(options.slot_bytes)?;
     let wished = options.bytes / slot_bytes;
     if wished == 0 {
@@ -28,30 +28,45 @@ pub(super) fn make(context: &Arc<Context>, info: &GpuInfo, options: &StagingOpti
     }
     let fewest = FEWEST_SLOTS.min(wished);
     let _entered = context.enter()?;
-    let limit = bound(free_bytes()?, info.bar1_bytes) / slot_bytes;
-    let mut slots = wished.min(limit).max(fewest);
+    let (limit, mut window) = bound(free_bytes()?, window);
+    let mut slots = wished.min(limit / slot_bytes).max(fewest);
     let region = loop {
         match DeviceRegion::new(context, slots * slot_bytes) {
             Ok(region) => break region,
-            Err(e) if e.is_out_of_memory() && slots > fewest => slots = (slots / 2).max(fewest),
+            Err(e) if e.is_out_of_memory() && slots > fewest => {
+                slots = (slots / 2).max(fewest);
+                window = None;
+            }
             Err(e) => return Err(context.seen(e).into()),
         }
     };
     if slots < wished {
-        tracing::warn!(
-            gpu = info.ordinal,
-            wished_bytes = wished * slot_bytes,
-            bytes = slots * slot_bytes,
-            "the GPU has no room for as much staging as is set; fewer loads and stores are in flight at once"
-        );
+        let (gpu, wished_bytes, bytes) = (context.ordinal(), wished * slot_bytes, slots * slot_bytes);
+        match window {
+            Some(bar1_bytes) => tracing::warn!(
+                gpu,
+                wished_bytes,
+                bytes,
+                bar1_bytes,
+                "staging takes half of BAR1, the window through which drives reach the GPU's memory; fewer loads and stores \
+                 are in flight at once: enlarge BAR1 (resizable BAR), or set `cufile: never`"
+            ),
+            None => tracing::warn!(
+                gpu,
+                wished_bytes,
+                bytes,
+                "the GPU has no room for as much staging as is set; fewer loads and stores are in flight at once"
+            ),
+        }
     }
-    StagingPool::over(region, MemorySpace::Device(info.ordinal), slot_bytes)
+    StagingPool::over(region, MemorySpace::Device(context.ordinal()), slot_bytes)
 }
 
-/// Most bytes of a pool on a GPU with `free` bytes and a window of `bar1` bytes.
-fn bound(free: usize, bar1: Option<u64>) -> usize {
-    let window = bar1.map_or(usize::MAX, |bytes| (bytes / SHARE) as usize);
-    (free / SHARE as usize).min(window)
+/// Most bytes of a pool on a GPU with `free` bytes and a window of so many, and the window where it
+/// is what bounds them.
+fn bound(free: usize, window: Option<u64>) -> (usize, Option<u64>) {
+    let window = window.filter(|bytes| *bytes < free as u64);
+    ((window.unwrap_or(free as u64) / SHARE) as usize, window)
 }
 
 #[cfg(test)]
@@ -60,8 +75,8 @@ mod tests {
 
     #[test]
     fn half_of_what_is_free_and_half_of_the_window_are_the_limit() {
-        assert_eq!(bound(8 << 30, None), 4 << 30);
-        assert_eq!(bound(8 << 30, Some(256 << 20)), 128 << 20);
-        assert_eq!(bound(100, Some(256 << 20)), 50);
+        assert_eq!(bound(8 << 30, None), (4 << 30, None));
+        assert_eq!(bound(8 << 30, Some(256 << 20)), (128 << 20, Some(256 << 20)));
+        assert_eq!(bound(100, Some(256 << 20)), (50, None));
     }
 }

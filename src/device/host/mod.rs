@@ -40,7 +40,7 @@ const GATHER_TURN: u32 = 8;
 pub struct HostDevice {
     shared: Arc<HostShared>,
     workers: Mutex<Vec<JoinHandle<()>>>,
-    _forks: ForkGuard,
+    forks: ForkGuard,
 }
 
 #[derive(Default)]
@@ -79,7 +79,7 @@ impl HostDevice {
     pub fn new(workers: usize) -> Result<Arc<Self>> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let workers = if workers == 0 { cores.min(4) } else { workers };
-        let device = Self { shared: Arc::default(), workers: Mutex::default(), _forks: ForkGuard::begin()? };
+        let device = Self { shared: Arc::default(), workers: Mutex::default(), forks: ForkGuard::begin()? };
         for i in 0..workers {
             let shared = Arc::clone(&device.shared);
             let handle = thread::Builder::new()
@@ -124,6 +124,10 @@ impl Device for HostDevice {
     }
 
     fn close(&self) {
+        // A forked child has no such threads, and the queue's lock may be held forever there.
+        if self.forks.check().is_err() {
+            return;
+        }
         self.shared.queue.lock().closed = true;
         self.shared.wake.notify_all();
         let workers = std::mem::take(&mut *self.workers.lock());
@@ -140,6 +144,8 @@ impl Device for HostDevice {
 impl Drop for HostDevice {
     fn drop(&mut self) {
         self.close();
+        // Only in a forked child are any left.
+        std::mem::take(self.workers.get_mut()).into_iter().for_each(std::mem::forget);
     }
 }
 

@@ -249,3 +249,21 @@ fn the_last_handle_may_be_dropped_in_a_callback() {
     release.send(()).unwrap();
     rx.recv().unwrap();
 }
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri does not fork")]
+#[expect(unsafe_code, reason = "forks")]
+fn a_forked_child_that_drops_the_last_handle_waits_for_no_thread() {
+    let device = HostDevice::new(2).unwrap();
+    // SAFETY: the child only runs the code below and leaves by `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(device)));
+        // SAFETY: ends the child without running anything of the test harness.
+        unsafe { libc::_exit(i32::from(dropped.is_err())) };
+    }
+    let mut status = -1;
+    // SAFETY: `status` is a valid place.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0, "the child waited for a thread that it does not have");
+}

@@ -176,8 +176,8 @@ impl Driver {
         let mut buffer = Buffer::default();
         // SAFETY: the buffer is larger than what any version writes.
         unsafe { get(&raw mut buffer) }.check().ok()?;
-        let level3 = buffer.level3(version);
-        for gpu in level3.per_gpu_stats.iter().take(level3.num_gpus as usize) {
+        let all = buffer.gpus(version);
+        for gpu in all.per_gpu_stats.iter().take(all.num_gpus as usize) {
             out.nvfs += gpu.n_nvfs_reads + gpu.n_nvfs_writes;
             out.p2p += gpu.n_p2p_reads + gpu.n_p2p_writes;
             out.posix += gpu.n_posix_reads + gpu.n_posix_writes;

@@ -3,7 +3,7 @@
 //! The program is started by exec, since neither CUDA nor cuFile works in a forked child.
 //! Invariant: whatever the program does, the caller has an answer when the time is up.
 
-use std::io::Read;
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -88,20 +88,17 @@ fn answer(mut child: Child, timeout: Duration) -> TrialReport {
     let (tx, rx) = bounded(1);
     let stdout = child.stdout.take();
     let read = move || {
-        let mut text = Vec::new();
-        if let Some(mut stdout) = stdout {
-            let _ = stdout.read_to_end(&mut text);
-        }
-        drop(tx.send(String::from_utf8_lossy(&text).into_owned()));
+        let mut lines = stdout.into_iter().flat_map(|out| BufReader::new(out).split(b'\n').map_while(Result::ok));
+        drop(tx.send(lines.find_map(|line| TrialReport::from_line(&line))));
     };
     let reading = std::thread::Builder::new().name("fb-trial".to_owned()).spawn(read);
-    let text = match reading.map(|_| rx.recv_deadline(deadline)) {
-        Ok(Ok(text)) => text,
+    let report = match reading.map(|_| rx.recv_deadline(deadline)) {
+        Ok(Ok(report)) => report,
         _ => return killed(child, timeout),
     };
     // With a report the program's end does not matter; the library may hang there.
-    if let Some(report) = TrialReport::from_output(&text) {
-        reap(child);
+    if let Some(report) = report {
+        end(child);
         return report;
     }
     loop {
@@ -119,15 +116,16 @@ fn answer(mut child: Child, timeout: Duration) -> TrialReport {
     }
 }
 
-fn killed(mut child: Child, timeout: Duration) -> TrialReport {
-    let _ = child.kill();
-    reap(child);
+fn killed(child: Child, timeout: Duration) -> TrialReport {
+    end(child);
     let detail = format!("more than {} ms", timeout.as_millis());
     TrialReport::failed(CufileReason::new(CufileCause::TimedOut, detail))
 }
 
-/// Waits for the program's end, on a thread of its own: one that hangs in the kernel may not end.
-fn reap(mut child: Child) {
+/// Kills the program and waits for its end, on a thread of its own: one that hangs in the kernel
+/// may not end.
+fn end(mut child: Child) {
+    let _ = child.kill();
     let wait = move || drop(child.wait());
     drop(std::thread::Builder::new().name("fb-reap".to_owned()).spawn(wait));
 }
@@ -165,6 +163,8 @@ mod tests {
         let program =
             script(&dir, &format!("[ \"$*\" = \"probe --json --cufile-trial /d --gpu 3\" ] && echo '{line}'"));
         assert_eq!(run(&program, Path::new("/d"), Some(3), LONG), report);
+        let program = script(&dir, &format!("echo running; echo '{line}'; exec sleep 1000"));
+        assert_eq!(run(&program, Path::new("/d"), None, LONG), report, "also if it hangs after that");
     }
 
     #[test]

@@ -76,9 +76,9 @@ impl TrialReport {
         serde_json::to_string(self).map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").source(e))
     }
 
-    /// From what a trial's program printed: its last line that is a report.
-    pub(super) fn from_output(text: &str) -> Option<Self> {
-        text.lines().rev().filter(|l| l.starts_with('{')).find_map(|l| serde_json::from_str(l).ok())
+    /// From a line that a trial's program printed, where it is the report.
+    pub(super) fn from_line(line: &[u8]) -> Option<Self> {
+        serde_json::from_slice(line).ok()
     }
 }
 
@@ -320,12 +320,12 @@ mod tests {
     }
 
     #[test]
-    fn a_report_survives_the_line_and_noise_around_it() {
+    fn a_report_survives_the_line_and_other_lines_are_none() {
         let mut report = TrialReport::failed(CufileReason::new(CufileCause::NoUdev, "5027"));
         report.version = Some("1.16".to_owned());
         let line = report.to_line().unwrap();
-        assert_eq!(TrialReport::from_output(&format!("running\n{line}\nok\n")), Some(report));
-        assert_eq!(TrialReport::from_output("{\nnot this}\n"), None);
+        assert_eq!(TrialReport::from_line(line.as_bytes()), Some(report));
+        assert!(["running", "{", "{}", ""].iter().all(|line| TrialReport::from_line(line.as_bytes()).is_none()));
     }
 
     #[test]

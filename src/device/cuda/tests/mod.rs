@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
 use crate::device::cuda::batch::{BatchPlace, LaunchBatch};
+use crate::device::cuda::job::JobSizes;
 use crate::device::{
     CopyJob, CopyOutcome, Device, HostDevice, HostMemory, HugePages, KvDirection, KvMemory, PagedKv, Part,
     StagingOptions, StagingPool,
@@ -267,6 +268,34 @@ fn case() -> impl Strategy<Value = Case> {
             },
         )
     })
+}
+
+#[test]
+fn a_jobs_size_counts_the_scratch_memory_that_its_launch_takes() {
+    let spec = |head_bytes| LayerSpec::kv(LayerKind::Full, 2, head_bytes);
+    let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Split, block_tokens: 16, num_blocks: 4 };
+    let case = Case {
+        specs: vec![spec(64), spec(66), spec(128)],
+        shape,
+        cross_layer: false,
+        chunks: vec![37],
+        slots: (0..37).collect(),
+        longer: 0,
+        ctas: 1,
+        with_crc: true,
+        coded: true,
+        seed: 1,
+    };
+    let ((kv, _), parts) = (case.kv(), case.parts().remove(0));
+    assert!(parts.iter().all(|p| p.codec == SlotCodec::Exp4));
+    let mut staging = staging(&parts, 1);
+    let bytes = staging.as_mut_slice();
+    let mut batch = LaunchBatch::new();
+    batch.push(KvDirection::OutOfKv, &kv, &parts, (bytes.as_mut_ptr() as u64, bytes.len())).unwrap();
+    let raw: usize = case.specs.iter().map(|s| s.extent_bytes(37)).sum();
+    let job = CopyJob::new(KvDirection::OutOfKv, kv, staging, parts, |_, _| ());
+    assert_eq!(JobSizes::of(&job).coded, batch.scratch_bytes());
+    assert!(batch.scratch_bytes() > raw, "the numbers of escapes come on top of the values");
 }
 
 proptest! {
