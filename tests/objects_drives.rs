@@ -65,7 +65,7 @@ fn a_key_has_one_value_over_several_drives() {
             }
             assert!(store_all().iter().all(|len| *len > 0));
         }
-        let used: Vec<u64> = store.stats().log.unwrap().drives.iter().map(|d| d.chunks).collect();
+        let used: Vec<u64> = store.stats().unwrap().log.unwrap().drives.iter().map(|d| d.chunks).collect();
         assert!(used.iter().all(|n| *n > 20), "{placement:?}: {used:?}");
         close(&store);
         let store = ObjectStore::open_with(options(&two_drives(b.path(), a.path(), placement))).unwrap();
@@ -137,7 +137,7 @@ fn thousands_of_reads_that_wait_for_a_hung_drive_keep_no_batch_from_the_other() 
     let keys = on_a.iter().copied().chain(["nobody"]);
     let of_a = keys.map(|key| ObjectGet { key: key.into(), target: target() }).collect();
     let waits = store.submit_get(of_a).unwrap();
-    until(|| store.stats().gets.no_for(ObjectCause::NotFound) == 1);
+    until(|| store.stats().unwrap().gets.no_for(ObjectCause::NotFound) == 1);
     assert_eq!(exists(&store, &on_a[..10]), [true; 10]);
     assert!(get(&store, &on_b[..10], 100).iter().all(|(got, _)| got.ok));
     let stored: Vec<_> = (0..20).map(|n| put_one(&store, &format!("new {n}"), 1, 100)).collect();

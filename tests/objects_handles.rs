@@ -12,7 +12,8 @@ use forebay::config::Settings;
 use forebay::device::HostMemory;
 use forebay::io::Op;
 use forebay::objects::{
-    BatchKind, OBJECT_METRICS, ObjectCause, ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, ObjectStore,
+    BatchKind, OBJECT_METRICS, ObjectCause, ObjectGet, ObjectMemory, ObjectOptions, ObjectPut, ObjectRequest,
+    ObjectStore,
 };
 use objects_world::held::Hold;
 use objects_world::*;
@@ -64,9 +65,9 @@ fn what_a_caller_waits_for_is_not_drained() {
     assert_eq!(store.wait(slow, Duration::ZERO).unwrap_err().kind(), ErrorKind::TimedOut);
     hold.release();
     // The removal comes after the put, so at its end the put's completion has long been there.
-    until(|| store.stats().pending_keys == 0);
+    until(|| store.stats().unwrap().pending_keys == 0);
     let quick = store.begin(ObjectRequest::Delete(vec![b"slow".to_vec()])).unwrap();
-    until(|| store.stats().pending_keys == 0);
+    until(|| store.stats().unwrap().pending_keys == 0);
     assert!(!is_readable(&store) && store.drain_completions().is_empty());
     assert!(store.wait(quick, LONG).unwrap().all_ok());
     assert!(store.wait(slow, LONG).unwrap().all_ok());
@@ -91,7 +92,7 @@ fn a_full_queue_sheds_by_key() {
     let causes: Vec<_> = store.wait(second, LONG).unwrap().results.iter().map(|r| r.cause).collect();
     assert_eq!(causes[..2], [None; 2]);
     assert_eq!(causes[2..], [Some(ObjectCause::QueueFull); 6]);
-    assert_eq!(store.stats().pending_keys, 0);
+    assert_eq!(store.stats().unwrap().pending_keys, 0);
 }
 
 #[test]
@@ -196,14 +197,38 @@ fn a_store_that_cannot_be_opened_misses_until_it_can() {
     settings.on_open_failure = forebay::config::OnOpenFailure::Disable;
     let mut options = options(&settings);
     options.reopen_every = Duration::from_millis(20);
+    let again = options.clone();
     let store = ObjectStore::open_with(options).unwrap();
     assert!(!store.is_up() && store.why_disabled().is_some());
     assert_eq!(put_one(&store, "k", 1, 10).cause, Some(ObjectCause::Closed));
     assert_eq!(get_one(&store, "k", 10), Err(ObjectCause::Closed));
+    let error = store.flush().unwrap_err();
+    let says = |part: &str| assert!(error.kind() == ErrorKind::Closed && error.to_string().contains(part), "{error}");
+    says("disabled: ");
+    says(&store.why_disabled().unwrap());
+    says("tried again");
     std::fs::remove_file(&place).unwrap();
     std::fs::create_dir(&place).unwrap();
     until(|| store.is_up());
     assert!(put_one(&store, "k", 1, 10).ok);
+    store.close(Instant::now() + LONG).unwrap();
+    assert_eq!(store.flush().unwrap_err().to_string(), "the object store is closed; open another");
+    std::fs::remove_dir_all(&place).unwrap();
+    std::fs::write(&place, b"in the way").unwrap();
+    let disabled = ObjectStore::open_with(again).unwrap();
+    disabled.close(Instant::now() + LONG).unwrap();
+    assert_eq!(disabled.flush().unwrap_err().to_string(), "the object store is closed; open another");
+}
+
+#[test]
+fn a_capacity_that_holds_nothing_stops_the_start() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.on_open_failure = forebay::config::OnOpenFailure::Disable;
+    settings.capacity = forebay::config::Capacity::Bytes(32 << 20);
+    let refused = ObjectStore::open_with(ObjectOptions::new(&settings, "test")).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Config, "{refused}");
+    assert!(refused.to_string().contains("capacity"), "{refused}");
 }
 
 #[test]

@@ -66,8 +66,16 @@ pub(crate) struct PyObjectStore {
 }
 
 impl PyObjectStore {
-    pub(crate) fn get_store(&self) -> PyResult<&Arc<ObjectStore>> {
+    /// The store, in whichever process.
+    fn anywhere(&self) -> PyResult<&Arc<ObjectStore>> {
         self.store.as_ref().ok_or_else(|| crate::error::closed("object store"))
+    }
+
+    /// The store; an error in a forked child.
+    pub(crate) fn get_store(&self) -> PyResult<&Arc<ObjectStore>> {
+        let store = self.anywhere()?;
+        store.check().py()?;
+        Ok(store)
     }
 
     /// Submits what was asked for, or a batch in its place that says what is wrong with it. The GIL
@@ -229,14 +237,14 @@ impl PyObjectStore {
     /// Whether the store is open: neither disabled nor closed.
     #[getter]
     fn is_up(&self, py: Python<'_>) -> PyResult<bool> {
-        let store = self.get_store()?;
+        let store = self.anywhere()?;
         Ok(py.detach(|| store.is_up()))
     }
 
     /// Why the store is disabled, in words; None while it is open.
     #[getter]
     fn why_disabled(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        let store = self.get_store()?;
+        let store = self.anywhere()?;
         Ok(py.detach(|| store.why_disabled()))
     }
 
@@ -417,7 +425,7 @@ impl PyObjectStore {
     /// Counters and state, as plain numbers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let store = self.get_store()?;
-        let stats = py.detach(|| store.stats());
+        let stats = py.detach(|| store.stats()).py()?;
         crate::stats::objects(py, &stats)
     }
 

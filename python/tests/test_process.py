@@ -58,9 +58,18 @@ def test_a_forked_child_gets_a_clear_error_and_harms_nothing(cache: Path) -> Non
             eng.close,
             store.wait,
             lambda: objects.put({"a": b"b"}),
+            lambda: objects.count_prefix(["a"]),
+            lambda: objects.pin(["a"], 1.0),
+            lambda: objects.unpin(["a"]),
+            lambda: objects.gone([]),
+            lambda: objects.cancel(1),
+            objects.drain_evicted,
+            objects.drain_completions,
+            objects.stats,
+            objects.metrics,
         ):
             assert in_child(call) == "Forked forked"
-        assert in_child(lambda: eng.is_up) == "False"
+        assert in_child(lambda: (eng.is_up, objects.is_up)) == "(False, False)"
         store.all_layers()
         assert store.wait().stored == 1 and eng.lookup(list(range(32))) == 32
         assert objects.put({"a": b"b"}) == [True]

@@ -155,6 +155,10 @@ impl Completions {
         self.state.lock().keys
     }
 
+    pub(super) fn is_closed(&self) -> bool {
+        self.state.lock().closed
+    }
+
     /// Takes no more batches.
     pub(super) fn close(&self) {
         self.state.lock().closed = true;

@@ -131,7 +131,11 @@ impl ObjectStore {
     }
 
     /// Refuses a forked child.
-    fn check(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`ErrorKind::Forked`].
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
+    pub fn check(&self) -> Result<()> {
         self.forks.check()
     }
 
@@ -165,7 +169,10 @@ impl ObjectStore {
                 self.plan(items, move |core, items| put::plan(core, items, options));
             }),
             ObjectRequest::Get(items) => self.start(BatchKind::Get, items, |items| self.plan(items, get::plan)),
-            ObjectRequest::Exists(keys) => self.start(BatchKind::Exists, keys, |keys| self.plan(keys, get::exists)),
+            // Ready at once: unlike what is planned, it takes nothing that other batches need.
+            ObjectRequest::Exists(keys) => self.start(BatchKind::Exists, keys, |keys| {
+                self.core.ready(move |core| get::exists(core, keys));
+            }),
             ObjectRequest::Delete(keys) => self.start(BatchKind::Delete, keys, |keys| self.core.removal.delete(keys)),
         }
     }
@@ -222,7 +229,8 @@ impl ObjectStore {
         self.submit(ObjectRequest::Get(items))
     }
 
-    /// Asks which objects are stored; counts as a use of them. No I/O.
+    /// Asks which objects are stored; counts as a use of them. No I/O, and no waiting for other
+    /// batches.
     ///
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
@@ -294,7 +302,8 @@ impl ObjectStore {
 
     /// The objects that this process has evicted, or found damaged in a get, since the last call.
     /// Not those that were deleted or cleared, nor those that other processes evicted. Nothing is
-    /// recorded before the first call.
+    /// recorded before the first call. While a drive rests after errors there are none: they are
+    /// given later.
     #[must_use]
     pub fn drain_evicted(&self) -> Evicted {
         self.log().map(|log| self.core.losses.take(&log)).unwrap_or_default()
@@ -389,7 +398,15 @@ impl ObjectStore {
 
     fn open_log(&self) -> Result<Arc<Log>> {
         self.check()?;
-        self.core.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the object store is not open"))
+        self.core.log().ok_or_else(|| self.why_not_open())
+    }
+
+    fn why_not_open(&self) -> Error {
+        match self.core.opening.why_disabled().filter(|_| !self.completions.is_closed()) {
+            Some(why) => Error::new(ErrorKind::Closed, format!("the object store is disabled: {why}"))
+                .advice("opening is tried again every ten seconds"),
+            None => Error::new(ErrorKind::Closed, "the object store is closed").advice("open another"),
+        }
     }
 
     /// Takes no more batches, waits until `deadline` for those under way, ends those that are left
@@ -439,18 +456,21 @@ impl ObjectStore {
     }
 
     /// The counters now. Looks at the sizes of all files, so it is too slow for every request.
-    #[must_use]
-    pub fn stats(&self) -> ObjectStats {
-        let log = self.log().map(|log| log.stats());
-        self.core.counters.snapshot(self.completions.keys(), log)
+    ///
+    /// # Errors
+    /// [`ErrorKind::Forked`].
+    pub fn stats(&self) -> Result<ObjectStats> {
+        self.check()?;
+        let log = self.core.log().map(|log| log.stats());
+        Ok(self.core.counters.snapshot(self.completions.keys(), log))
     }
 
     /// The same as Prometheus text.
     ///
     /// # Errors
-    /// [`ErrorKind::Internal`] where they cannot be rendered.
+    /// [`ErrorKind::Forked`]; [`ErrorKind::Internal`] where they cannot be rendered.
     pub fn metrics(&self) -> Result<String> {
-        self.core.counters.text(&self.stats())
+        self.core.counters.text(&self.stats()?)
     }
 }
 

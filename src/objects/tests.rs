@@ -19,8 +19,10 @@ fn a_forked_child_gets_errors_and_drops_nothing() {
         store.wait(1, Duration::ZERO).unwrap_err().kind(),
         store.flush().unwrap_err().kind(),
         store.close(Instant::now()).unwrap_err().kind(),
+        store.stats().unwrap_err().kind(),
+        store.metrics().unwrap_err().kind(),
     ];
-    assert_eq!(kinds, [ErrorKind::Forked; 7]);
+    assert_eq!(kinds, [ErrorKind::Forked; 9]);
     assert!(!store.is_up() && store.log().is_none() && store.drain_completions().is_empty() && !store.cancel(1));
     let core = Arc::downgrade(&store.core);
     drop(store);
@@ -38,6 +40,26 @@ fn a_panic_in_a_job_answers_its_keys_and_harms_nobody() {
     assert_eq!(done.results, [KeyResult::no(ObjectCause::Internal); 2]);
     let next = store.submit_exists(vec![b"k".to_vec()]).unwrap();
     assert_eq!(store.wait(next, DROP_PATIENCE).unwrap().results[0].cause, Some(ObjectCause::Closed));
+}
+
+#[test]
+fn a_question_waits_for_no_batch_that_is_to_be_planned() {
+    let mut settings = Settings::at("/no/such/place/at/all");
+    settings.workers = 1;
+    let store = ObjectStore::open(&settings, "n").unwrap();
+    let (go, wait) = crossbeam_channel::bounded::<()>(1);
+    store.core.work.ready(Box::new(move || {
+        let _ = wait.recv();
+    }));
+    let (tell, told) = crossbeam_channel::bounded(1);
+    let completions = Arc::clone(&store.completions);
+    store.core.work.begin(Box::new(move || {
+        let _ = tell.send(completions.keys());
+    }));
+    let asked = store.submit_exists(vec![b"k".to_vec()]).unwrap();
+    go.send(()).unwrap();
+    assert_eq!(told.recv().unwrap(), 0, "the question, which came later, is answered");
+    store.wait(asked, DROP_PATIENCE).unwrap();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready*
 //! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
 //! staging buffer of their direction is free, or a permit where they need no buffer, those that go
-//! on with a slot before those that open one; batches are planned when no other job can run. While
+//! on with a slot before those that open one; puts and gets are planned when no other job can run. While
 //! a put waits for room on a drive no further slots are opened there: they would take staging that
 //! the puts under way need to end, and a segment is sealed only when these have ended.
 //!

@@ -211,7 +211,7 @@ pub(crate) fn check_moves(
         }
         exists(&store, &hot);
     }
-    assert!(store.stats().log.unwrap().moved > 0, "nothing was moved: the test does not test it");
+    assert!(store.stats().unwrap().log.unwrap().moved > 0, "nothing was moved: the test does not test it");
     let found = hot.iter().enumerate().filter(|(n, key)| match get_one(&store, key, len(*n)) {
         Ok(bytes) => {
             assert!(n % 2 == 1 && bytes == bytes_of(key, len(*n)), "{key}");
