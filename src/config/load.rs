@@ -157,7 +157,7 @@ impl Loader {
         self.take_file_of_code()?;
         let mut given = Layer::new();
         if let Some((path, strict)) = self.file_to_read()? {
-            let map = parse_file(&path, &(self.files)(&path).map_err(|e| unreadable(&path, e))?)?;
+            let map = parse_file(&path, &(self.files)(&path).map_err(|e| self.unreadable(&path, e))?)?;
             let mut layer = Flatten { layer: Layer::new(), warnings: &mut warnings, strict };
             layer.mapping("", map, &Origin::File(path))?;
             given.extend(layer.layer);
@@ -219,6 +219,13 @@ impl Loader {
             }
         }
         Ok(None)
+    }
+
+    fn unreadable(&self, path: &Path, e: std::io::Error) -> Error {
+        Error::io("cannot read the settings file", e).at(path).advice(match self.file {
+            Some(_) => "correct the path, or name no settings file",
+            None => "correct FOREBAY_CONFIG_FILE or LMCACHE_CONFIG_FILE, or unset it",
+        })
     }
 
     fn env_layer(&self, prefix: &str, warnings: &mut Vec<Warning>) -> Result<Layer> {
@@ -299,12 +306,6 @@ fn read_file(path: &Path) -> std::io::Result<String> {
         return Err(std::io::Error::other("it is larger than 1 MiB"));
     }
     Ok(text)
-}
-
-fn unreadable(path: &Path, e: std::io::Error) -> Error {
-    Error::io("cannot read the settings file", e)
-        .at(path)
-        .advice("correct config_file, FOREBAY_CONFIG_FILE or LMCACHE_CONFIG_FILE, or unset it")
 }
 
 fn parse_file(path: &Path, text: &str) -> Result<Map<String, Value>> {

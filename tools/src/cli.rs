@@ -24,7 +24,7 @@ pub(crate) struct Cli {
 
 const AFTER_HELP: &str = "\
 Exit status: 0 done; 1 an error stopped the work; 2 wrong usage or input; 3 the work ran to its end and found a problem \
-(a byte that differs, a dump that cannot be read, a damaged cache, a machine that cannot hold one); 130 or 143 SIGINT or SIGTERM ended a benchmark, `replay` or `sync` early.
+(a byte that differs, a dump that cannot be read, a damaged cache, a machine that cannot hold one); 129, 130 or 143 SIGHUP, SIGINT or SIGTERM ended a benchmark, `replay` or `sync` early.
 
 Examples:
   forebay demo

@@ -84,12 +84,20 @@ fn dispatch(command: Command, context: &Context) -> forebay::Result<Outcome> {
         Command::Replay(args) => replay::run(&args, context),
         Command::Warm(args) => warm::run(&args, context),
         Command::Probe(args) => probe::run(&args, context),
-        Command::Fsck(command) => fsck::run(&command, context),
-        Command::Ls(args) => ls::run(&args, context),
-        Command::Stat(args) => stat::run(&args, context),
-        Command::Sync(command) => sync::run(&command, context),
-        Command::Purge(args) => purge::run(&args, context),
+        Command::Fsck(command) => fsck::run(&command, context).map_err(advised),
+        Command::Ls(args) => ls::run(&args, context).map_err(advised),
+        Command::Stat(args) => stat::run(&args, context).map_err(advised),
+        Command::Sync(command) => sync::run(&command, context).map_err(advised),
+        Command::Purge(args) => purge::run(&args, context).map_err(advised),
     }
+}
+
+/// An error of work on a server's cache, whose files are the server's user's alone.
+fn advised(error: forebay::Error) -> forebay::Error {
+    if error.kind() == ErrorKind::Permission && error.advice_text().is_none() {
+        return error.advice("run this as the servers' user");
+    }
+    error
 }
 
 /// What the variable says of logging; `None` where it is empty, or says nothing of it.

@@ -4,7 +4,7 @@
 //! (`forebay::log::purge`).
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use forebay::log::fsck::{LaneDir, RawLane, lanes, live};
@@ -242,6 +242,14 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         }
         targets.push(target);
     }
+    // A purge whose remote part failed has left the directories of its shards.
+    for (namespace, shard) in remote.map_or(Ok(Vec::new()), |_| shard_directories(&args.directory))? {
+        let model = geometry_of(&args.directory, &namespace, &shard).map_or_else(|_| "unknown".to_owned(), |g| g.model);
+        let is_meant = args.namespace.as_ref().is_none_or(|wanted| *wanted == namespace || *wanted == model);
+        if is_meant && !targets.iter().any(|t| (&t.namespace, &t.shard) == (&namespace, &shard)) {
+            targets.push(Target { namespace, shard, model, lanes: 0, in_use: 0, chunks: 0, bytes: 0 });
+        }
+    }
     let store = remote.map(RemoteStore::open).transpose()?;
     // Other caches may use the same store: what only the store has goes where it is named.
     if let Some((store, wanted)) = store.zip(args.namespace.as_ref()) {
@@ -269,6 +277,23 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
     };
     targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0 || remote.is_some() || !is_known(t));
     Ok((targets, nameless))
+}
+
+/// The shards that have a directory in the cache, with or without lanes.
+fn shard_directories(cache: &Path) -> Result<Vec<(String, String)>> {
+    let below = |dir: &Path| -> Result<Vec<String>> {
+        let failed = |e| Error::io("cannot list the cache's shards", e).at(dir);
+        let all = std::fs::read_dir(dir).and_then(Iterator::collect::<std::io::Result<Vec<_>>>).map_err(failed)?;
+        let directories = all.into_iter().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        Ok(directories.filter_map(|entry| entry.file_name().into_string().ok()).collect())
+    };
+    let is_namespace = |name: &String| name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit());
+    let mut found = Vec::new();
+    for namespace in below(cache)?.into_iter().filter(is_namespace) {
+        found.extend(below(&cache.join(&namespace))?.into_iter().map(|shard| (namespace.clone(), shard)));
+    }
+    found.sort();
+    Ok(found)
 }
 
 fn asked(context: &Context) -> Result<bool> {

@@ -6,6 +6,7 @@ use forebay::remote::{RemoteObject, RemoteOptions, RemoteStore};
 
 use crate::out::Context;
 use crate::progress::{self, Unit};
+use crate::settings::REMOTE;
 
 /// What errors of a slow store advise to raise.
 const TIMEOUT: &str = "FOREBAY_REMOTE_TIMEOUT_MS";
@@ -13,7 +14,7 @@ const TIMEOUT: &str = "FOREBAY_REMOTE_TIMEOUT_MS";
 /// Settings with a remote store by its address, which is checked as a server's would be.
 pub(crate) fn settings(url: &str) -> Result<Settings> {
     let timeout = std::env::var_os(TIMEOUT).map(|ms| (TIMEOUT, ms));
-    Ok(Loader::bare().env(timeout).set("remote_url", url).load()?.0)
+    Ok(Loader::bare().env(timeout).code_name(REMOTE).set("remote_url", url).load()?.0)
 }
 
 /// The chunks of a shard in a remote store.

@@ -5,10 +5,13 @@ use std::path::{Path, PathBuf};
 use forebay::config::{Capacity, DriveSettings, Loader, Mode, Settings};
 use forebay::{Error, Result};
 
+/// What errors call the place of a remote store that the command line names.
+pub(crate) const REMOTE: &str = "the option --remote";
+
 /// Reads the environment and a settings file; `remote` outranks their `remote_url`.
 pub(crate) fn loader(config: Option<&Path>, remote: Option<&str>) -> Loader {
     let loader = config.into_iter().fold(Loader::process(), |loader, file| loader.file(file));
-    remote.into_iter().fold(loader, |loader, url| loader.set("remote_url", url))
+    remote.into_iter().fold(loader.code_name(REMOTE), |loader, url| loader.set("remote_url", url))
 }
 
 /// The settings, whose warnings are logged; `mode` outranks theirs. `directories`, if any, are the

@@ -150,8 +150,7 @@ fn shard(files: &[LaneDir], raw: &[RawLane]) -> Value {
             "disk_bytes": c.disk_bytes, "slot_bytes": c.slot_bytes, "reserved_bytes": reserved_bytes(lane),
             "index_bytes": c.disk_bytes.saturating_sub(c.data_disk_bytes), "segment_bytes": lane.superblock.segment_bytes, "segments": segments,
             "leased_segments": shared.map(|s| s.leased), "damage": lane.damage.len(),
-            "oldest_s": first.map(|b| age(b.created_ms)), "newest_s": last.map(|b| age(b.created_ms)),
-            "writer_version": last.map(|b| b.writer_version)}));
+            "oldest_s": first.map(|b| age(b.created_ms)), "newest_s": last.map(|b| age(b.created_ms))}));
         disk += c.disk_bytes;
         chunks += of_chunks;
         objects += of_objects;
@@ -226,7 +225,7 @@ fn table(shard: &Value) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     let head = ["lane", "pid", "chunks", "objects", "live", "on disk", "open", "sealed", "free", "leased", "removals"];
-    table.set_header(head.into_iter().chain(["oldest s", "newest s", "writer"]));
+    table.set_header(head.into_iter().chain(["oldest s", "newest s"]));
     for l in shard["lanes"].as_array().into_iter().flatten() {
         let s = &l["segments"];
         table.add_row([
@@ -243,7 +242,6 @@ fn table(shard: &Value) -> Table {
             plain(&l["gone"]),
             plain(&l["oldest_s"]),
             plain(&l["newest_s"]),
-            plain(&l["writer_version"]),
         ]);
     }
     table

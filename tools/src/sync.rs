@@ -42,8 +42,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long closing may take.
 const CLOSE: Duration = Duration::from_secs(30);
-/// Of the capacity, what chunks fill at most: a log needs space beside its slots.
-const FILL: f64 = 0.9;
+/// One in so many bytes is left to the log: it needs space beside its slots.
+const BESIDE: u64 = 10;
 
 /// Which way.
 #[derive(Debug, Subcommand)]
@@ -107,6 +107,9 @@ struct ShardReport {
     moved_bytes: u64,
     /// Chunks that did not fit the limit or the capacity, or that were not reached.
     left: u64,
+    /// Why chunks were left over, where that was for want of room.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    no_room: Option<String>,
     /// Chunks that left the drive before their turn.
     gone: u64,
     /// Chunks that could not be moved, by cause.
@@ -384,7 +387,11 @@ impl Sync<'_> {
         let mut watch = Watch::new(self.context, "bring", job);
         let there = || job.items.iter().filter(|object| log.contains(&object.key)).count() as u64;
         report.present = there();
-        let most = job.limit.min((self.room(job, &log)? as f64 * share) as u64);
+        let absent = job.items.iter().filter(|object| !log.contains(&object.key));
+        let wanted = absent.map(|object| object.bytes).sum::<u64>().min(job.limit);
+        let (room, bound) = self.room(job, &log)?;
+        let room = (room as f64 * share) as u64;
+        let most = job.limit.min(room);
         let fetch = remote.restore(Arc::clone(&log), (job.items.clone(), most), Instant::now() + LONGEST);
         let mut outcome = Ok(());
         while outcome.is_ok() && !stop::asked() && !fetch.wait(Instant::now() + TICK) {
@@ -398,12 +405,13 @@ impl Sync<'_> {
         (report.moved, report.moved_bytes) = (stats.fetched, stats.fetched_bytes);
         report.fail(&stats.not_fetched);
         report.left = report.chunks.saturating_sub(there() + report.failed_chunks());
+        report.no_room = bound.filter(|_| room < wanted && report.left > 0);
         outcome.and(log.flush()).and(log.close(Instant::now() + CLOSE))
     }
 
     /// Bytes that chunks may still fill without driving out others. Prompts are spread evenly over
-    /// the drives that take any, so the fullest of these decides.
-    fn room(&self, job: &Job<RemoteObject>, log: &Log) -> Result<u64> {
+    /// the drives that take any, so the fullest of these decides; also what bounds it there.
+    fn room(&self, job: &Job<RemoteObject>, log: &Log) -> Result<(u64, Option<String>)> {
         let mut rooms = Vec::new();
         for (drive, stats) in self.settings.drives.iter().zip(log.stats().drives) {
             if !stats.healthy || stats.draining {
@@ -417,11 +425,27 @@ impl Sync<'_> {
             let capacity = self.settings.drive_capacity_bytes(size);
             let of_capacity = capacity.saturating_sub(stats.disk_bytes.saturating_sub(spare));
             let of_drive = free.saturating_add(spare).saturating_sub(self.settings.min_free_bytes(size));
-            let beside = (capacity as f64 * (1.0 - FILL)) as u64;
-            rooms.push(of_capacity.min(of_drive).saturating_sub(beside));
+            let (room, bound) = room_of(capacity, of_capacity, of_drive);
+            rooms.push((room, format!("no room: {}: {bound}", drive.path.display())));
         }
-        Ok(rooms.iter().min().copied().unwrap_or(0).saturating_mul(rooms.len() as u64))
+        let drives = rooms.len() as u64;
+        let fullest = rooms.into_iter().min();
+        Ok(fullest.map_or((0, None), |(room, bound)| (room.saturating_mul(drives), Some(bound))))
     }
+}
+
+/// The room for chunks where the capacity and the drive leave so many bytes, and what bounds it.
+fn room_of(capacity: u64, of_capacity: u64, of_drive: u64) -> (u64, String) {
+    let show = |bytes: u64| show_bytes(bytes as f64);
+    let (by_capacity, by_drive) = (of_capacity.saturating_sub(capacity / BESIDE), of_drive - of_drive / BESIDE);
+    let (left, of, beside) = if by_capacity < by_drive {
+        (of_capacity, "left of the capacity", capacity / BESIDE)
+    } else {
+        (of_drive, "free above min_free", of_drive / BESIDE)
+    };
+    let bound =
+        format!("{} {of}, {} of these kept for the index and open segments", show(left), show(beside.min(left)));
+    (by_capacity.min(by_drive), bound)
 }
 
 fn is_meant(args: &SyncArgs, namespace: &str, geometry: &Geometry) -> bool {
@@ -494,9 +518,31 @@ fn text(reports: &[ShardReport], up: bool, elapsed_s: f64) -> String {
             show_bytes(rate),
             r.left
         );
+        if let Some(why) = &r.no_room {
+            let _ = writeln!(text, "  {why}");
+        }
         for (cause, n) in &r.failed {
             let _ = writeln!(text, "  {n} failed: {cause}");
         }
     }
     if reports.is_empty() { "nothing to move\n".to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::room_of;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn the_bound_that_applies_keeps_its_tenth_and_is_named() {
+        // A drive that others have filled beyond what the capacity still allows.
+        let (room, bound) = room_of(200 * GIB, 190 * GIB, 20 * GIB);
+        assert_eq!(room, 18 * GIB);
+        assert!(bound.starts_with("20GiB free above min_free, 2"), "{bound}");
+        let (room, bound) = room_of(200 * GIB, 50 * GIB, 400 * GIB);
+        assert_eq!(room, 30 * GIB);
+        assert!(bound.starts_with("50GiB left of the capacity, 20GiB"), "{bound}");
+        assert_eq!(room_of(200 * GIB, 5 * GIB, 400 * GIB).0, 0);
+    }
 }

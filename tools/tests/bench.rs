@@ -163,13 +163,46 @@ fn what_was_measured_before_an_error_is_printed() {
 }
 
 #[test]
+fn two_jobs_may_remove_the_file_that_they_share() {
+    let dir = folder();
+    let text = "[global]\nrw=write\nsize=1m\nfilename=shared\nunlink=1\n[one]\n[two]\n";
+    std::fs::write(dir.path().join("job.fio"), text).unwrap();
+    let run = bench(dir.path(), "job.fio").expect(0);
+    assert!(run.stdout.contains("one: ") && run.stdout.contains("two: ") && run.stderr.is_empty(), "{}", run.stderr);
+    assert!(!dir.path().join("shared").exists());
+}
+
+#[test]
+fn a_cache_is_no_place_for_other_files() {
+    let dir = folder();
+    std::fs::create_dir_all(dir.path().join("live/below")).unwrap();
+    std::fs::write(dir.path().join("live/BUDGET"), "").unwrap();
+    for arguments in [
+        "bench --rw read --size 1m --directory live",
+        "bench --rw write --size 1m --filename live/below/file",
+        "bench --rw store --model tiny --size 128k --directory live",
+        "bench --rw store --model tiny --size 128k --directory live/below --keep",
+        "demo --directory live",
+    ] {
+        let run = forebay(dir.path(), &arguments.split(' ').collect::<Vec<_>>()).expect(2);
+        assert!(run.stderr.contains("name a directory beside it"), "{arguments}: {}", run.stderr);
+    }
+    assert_eq!(std::fs::read_dir(dir.path().join("live")).unwrap().count(), 2);
+    // A file that is there may be read.
+    std::fs::write(dir.path().join("live/file"), vec![1; 1 << 16]).unwrap();
+    bench(dir.path(), "--rw read --bs 4k --filename live/file").expect(0);
+}
+
+#[test]
 fn every_raw_mode_moves_its_size_on_every_engine() {
     let dir = folder();
     for engine in ["auto", "threads", "psync"] {
         for (rw, reads, writes) in
             [("write", false, true), ("randwrite", false, true), ("rw", true, true), ("randrw", true, true)]
         {
-            let arguments = format!("--rw {rw} --bs 16k --iodepth 8 --size 1m --ioengine {engine} --end_fsync --json");
+            let depth = if engine == "psync" { 1 } else { 8 };
+            let arguments =
+                format!("--rw {rw} --bs 16k --iodepth {depth} --size 1m --ioengine {engine} --end_fsync --json");
             let json = bench(dir.path(), &arguments.replace("--end_fsync", "--end_fsync=1")).expect(0).json();
             let bytes = |direction: &str| json["jobs"][0][direction]["io_bytes"].as_u64().unwrap();
             assert_eq!(bytes("read") + bytes("write"), 1 << 20, "{engine} {rw}");
@@ -276,6 +309,10 @@ fn mistakes_say_what_to_do() {
         ("--rw read --size 1m --ioengine cufile", 2, "add --device cuda:0"),
         ("--rw read --size 1m --device tpu", 2, "use host, cuda, or cuda:N"),
         ("--rw load --model gpt-5", 2, "llama-3.1-8b"),
+        ("--rw read --size 1m --ioengine sync --iodepth 4", 2, "use ioengine threads"),
+        ("--rw write --size 1m --filename one:two", 2, "a section for each file"),
+        ("--rw load --model tiny --tokens unlimited", 2, "tokens must be at most"),
+        ("--rw reopen --chunks unlimited", 2, "chunks must be at most"),
         ("bad.fio", 2, "section [a]: invalid value '4q'"),
         ("--rw load --verify crc32c", 2, "--verify takes no value, or =0 or =1: remove \"crc32c\""),
         ("--rw read --size 1m --time_based 1", 2, "--time_based takes no value"),

@@ -19,14 +19,14 @@ fn find(folder: &Path, name: &str) -> Option<PathBuf> {
     })
 }
 
-const COMMON: &str = "--model tiny --size 128k --tokens 128 --numjobs 1 --directory cache --keep --verify";
+const COMMON: &str = "--model tiny --size 128k --tokens 128 --numjobs 1 --directory cache --keep";
 
 #[test]
 fn what_one_process_stores_another_loads_and_verifies_in_another_layout() {
     let dir = folder();
     let json = bench(dir.path(), &format!("--rw store {COMMON}")).expect(0).json();
     assert_eq!(json["jobs"][0]["write"]["io_bytes"], 128 << 10);
-    let json = bench(dir.path(), &format!("--rw load --layout hnd --block-size 8 {COMMON}")).expect(0).json();
+    let json = bench(dir.path(), &format!("--rw load --verify --layout hnd --block-size 8 {COMMON}")).expect(0).json();
     let own = &json["jobs"][0]["forebay"];
     assert_eq!(json["jobs"][0]["read"]["io_bytes"], 128 << 10);
     assert_eq!((&own["misses"], &own["wrong_bytes"]), (&0.into(), &0.into()), "{own}");
@@ -52,7 +52,7 @@ fn flipped_bytes_are_misses_and_never_wrong_bytes() {
     // The superblock stays as it is; every page behind it changes.
     bytes.chunks_mut(4096).skip(16).for_each(|page| page[100] ^= 0x40);
     std::fs::write(&path, bytes).unwrap();
-    let run = bench(dir.path(), &format!("--rw load {COMMON}")).expect(3);
+    let run = bench(dir.path(), &format!("--rw load --verify {COMMON}")).expect(3);
     let json = run.json();
     let own = &json["jobs"][0]["forebay"];
     assert!(own["corrupt"].as_u64() > Some(0), "{own}");
@@ -97,6 +97,23 @@ fn modes_without_kv_report_the_options_that_they_have_and_refuse_the_others() {
 }
 
 #[test]
+fn options_of_another_mode_are_refused() {
+    let dir = folder();
+    for (arguments, named) in [
+        ("reopen --entries 5", "entries"),
+        ("reopen --tokens 5", "tokens"),
+        ("lookup --chunks 5", "chunks"),
+        ("lookup --one-gone-of 5", "one_gone_of"),
+        ("load --compute-us 5", "compute_us"),
+        ("store --verify", "verify"),
+    ] {
+        let told = bench(dir.path(), &format!("--rw {arguments}")).expect(2).stderr;
+        assert!(told.contains(&format!("{named} would change nothing with rw=")), "{arguments}: {told}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
 fn text_says_what_the_overlap_is_and_that_bytes_are_moved_twice() {
     let dir = folder();
     let arguments = "bench --rw layerload --model tiny --tokens 64 --compute-us 50";
@@ -118,13 +135,13 @@ fn stores_go_on_with_other_content_while_their_time_lasts() {
     assert!(write["io_bytes"].as_u64() > Some(128 << 10), "{write}");
     // What an earlier run left is passed over, not stored a second time.
     bench(dir.path(), &format!("--rw store {COMMON}")).expect(0);
-    let json = bench(dir.path(), &format!("{time_based} --directory cache --keep --verify")).expect(0).json();
+    let json = bench(dir.path(), &format!("{time_based} --directory cache --keep")).expect(0).json();
     let job = &json["jobs"][0];
     assert!(job["write"]["io_bytes"].as_u64() > Some(128 << 10), "{job}");
     assert!(job["notes"][0].as_str().unwrap().contains("were stored already"), "{job}");
     // And all of it is what its keys say.
     let load = COMMON.replace("--size 128k", "--size 512k");
-    let own = &bench(dir.path(), &format!("--rw load {load}")).expect(0).json()["jobs"][0]["forebay"];
+    let own = &bench(dir.path(), &format!("--rw load --verify {load}")).expect(0).json()["jobs"][0]["forebay"];
     assert_eq!((&own["misses"], &own["wrong_bytes"]), (&0.into(), &0.into()), "{own}");
 }
 
@@ -143,4 +160,9 @@ fn stores_of_what_is_there_are_an_error_and_no_zeros() {
     let json = bench(dir.path(), &format!("--rw store {more}")).expect(0).json();
     assert_eq!(json["jobs"][0]["write"]["io_bytes"], 128 << 10, "{json}");
     assert!(json["jobs"][0]["notes"][0].as_str().unwrap().contains("passed over"), "{json}");
+    // A store by layer has a prompt to warm up too, which is the second here.
+    let more = COMMON.replace("--size 128k", "--size 384k").replace("cache", "layerstore");
+    let json = bench(dir.path(), &format!("--rw layerstore {more}")).expect(0).json();
+    assert_eq!(json["jobs"][0]["write"]["io_bytes"], 128 << 10, "{json}");
+    assert!(json["jobs"][0]["notes"][0].as_str().unwrap().starts_with("2 prompts were stored already"), "{json}");
 }

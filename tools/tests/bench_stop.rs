@@ -80,12 +80,31 @@ fn what_was_measured_until_then_is_printed() {
 }
 
 #[test]
+fn under_nohup_the_end_of_the_terminal_is_none_of_the_run() {
+    let dir = folder();
+    let bench = "bench --rw write --bs 64k --size 1m --direct 0 --ioengine threads --time_based --runtime 1h --json";
+    let mut child = Command::new("sh")
+        .args(["-c", &format!("trap '' HUP; exec {} {bench}", env!("CARGO_BIN_EXE_forebay"))])
+        .current_dir(dir.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_until(&mut child, |pid| figure(pid, "io", "wchar:") > 4 << 20);
+    signal(&child, "HUP");
+    let before = figure(child.id(), "io", "wchar:");
+    wait_until(&mut child, |pid| figure(pid, "io", "wchar:") > before + (64 << 20));
+    signal(&child, "INT");
+    end(child).expect(130);
+}
+
+#[test]
 fn caches_that_were_being_filled_are_removed() {
     let dir = folder();
     for (rw, name, code) in [
         ("lookup --tokens 1024 --entries 50m --capacity 256m", "INT", 130),
         ("layerload --model tiny --size 1g --tokens 128", "TERM", 143),
-        ("store --model tiny --size 1m --tokens 128 --time_based --runtime 1h", "TERM", 143),
+        ("store --model tiny --size 1m --tokens 128 --time_based --runtime 1h", "HUP", 129),
     ] {
         let mut child = start(dir.path(), &format!("--rw {rw}"));
         // The signal comes while the cache is there; it is made after the handlers.

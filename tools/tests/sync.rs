@@ -222,6 +222,8 @@ fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
     let there = w.run("ls b --namespaces --json").expect(0).json();
     let there: Vec<u64> = there.as_array().unwrap().iter().map(|ns| ns["chunks"].as_u64().unwrap()).collect();
     assert!(there == moved && moved.len() == 2 && moved.iter().all(|n| *n > 100), "{there:?}: {down}");
+    let why = down["shards"][0]["no_room"].as_str().unwrap();
+    assert!(why.starts_with("no room: ") && why.contains("left of the capacity"), "{down}");
 }
 
 #[test]
@@ -239,12 +241,23 @@ fn the_time_out_of_requests_can_be_set_as_errors_advise() {
 fn a_store_that_fails_keeps_no_shard_on_the_drives() {
     let w = World::new();
     w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    w.run(&format!("sync up a --remote {REMOTE}")).expect(0);
     w.server.spoil(|_, _| Spoil::Status(500));
     let purge = w.run(&format!("purge a --all --yes --remote {REMOTE} --json")).expect(1);
     assert!(purge.stderr.contains("has not deleted everything"), "{}", purge.stderr);
     let shards = purge.json()["shards"].clone();
     let failed = shards.as_array().unwrap().iter().filter(|shard| shard["error"].is_string()).count();
     assert_eq!((failed, w.chunks("a").len()), (2, 0), "{shards}");
+    // As the error advises: what only the store still has goes with the next one.
+    w.run(&format!("purge a --all --yes --remote {REMOTE}")).expect(1);
+    let stored = || {
+        let stat = w.run(&format!("stat a --remote {REMOTE} --json")).expect(0).json();
+        stat["remote"]["shards"].as_array().unwrap().iter().map(|shard| shard["chunks"].as_u64().unwrap()).sum::<u64>()
+    };
+    w.server.spoil(|_, _| Spoil::No);
+    assert!(stored() > 0);
+    w.run(&format!("purge a --all --yes --remote {REMOTE}")).expect(0);
+    assert_eq!(stored(), 0);
 }
 
 #[test]
@@ -264,6 +277,12 @@ fn damage_is_not_moved_either_way_and_is_told() {
     w.run("fsck deep b").expect(0);
     let run = forebay(w.dir.path(), &["sync", "up", "a"]).expect(2);
     assert!(run.stderr.contains("no remote store is named"), "{}", run.stderr);
+    let run = w.run("sync up a --config none.yaml").expect(1);
+    assert!(run.stderr.contains("correct the path, or name no"), "{}", run.stderr);
+    for words in ["sync up a", "ls a"] {
+        let run = w.run(&format!("{words} --remote bogus://x")).expect(2);
+        assert!(run.stderr.contains("remote_url (set in the option --remote)"), "{}", run.stderr);
+    }
     let run = w.run(&format!("sync up a --remote {REMOTE} --namespace other")).expect(1);
     assert!(run.stderr.contains("there is no such namespace"), "{}", run.stderr);
 }

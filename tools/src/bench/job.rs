@@ -17,6 +17,10 @@ const LOOKUP_TOKENS: u64 = 131_072;
 const MAX_IODEPTH: usize = 4096;
 /// Largest number of workers.
 const MAX_NUMJOBS: usize = 256;
+/// Longest prompt, whose tokens and KV lie in memory.
+const MAX_TOKENS: u64 = 1 << 24;
+/// Most chunks of an index.
+const MAX_CHUNKS: u64 = 1 << 32;
 /// Largest operation.
 const MAX_BS: u64 = 1 << 30;
 
@@ -125,13 +129,28 @@ fn misplaced(rw: Rw, options: &JobOptions) -> Option<String> {
         JobOptions { numjobs: Some(2..), .. } if !matches!(rw, Rw::Load | Rw::Store) => {
             only("numjobs", "plain files, load and store")
         }
-        _ if rw.is_index() => misplaced_in_index(rw, options),
-        _ => None,
+        _ => misplaced_in_mode(rw, options),
     }
 }
 
-/// As [`misplaced`], in the modes that move no KV.
-fn misplaced_in_index(rw: Rw, options: &JobOptions) -> Option<String> {
+/// As [`misplaced`], of options that only some of the engine's modes have.
+fn misplaced_in_mode(rw: Rw, options: &JobOptions) -> Option<String> {
+    let kv = &options.kv;
+    let index = if rw.is_index() { misplaced_in_index(options) } else { None };
+    let given = [
+        ("tokens", kv.tokens.is_some(), rw != Rw::Reopen),
+        ("entries", kv.entries.is_some(), rw == Rw::Lookup),
+        ("chunks", kv.chunks.is_some(), rw == Rw::Reopen),
+        ("one_gone_of", kv.one_gone_of.is_some(), rw == Rw::Reopen),
+        ("compute_us", kv.compute_us.is_some(), matches!(rw, Rw::Layerload | Rw::Layerstore)),
+        ("verify", kv.verify == Some(true), matches!(rw, Rw::Load | Rw::Layerload)),
+    ];
+    let own = given.into_iter().find(|(_, is_given, has)| *is_given && !has).map(|(name, ..)| name);
+    Some(format!("{} would change nothing with rw={}", index.or(own)?, word(rw)))
+}
+
+/// The first given option that the modes which move no KV do not have.
+fn misplaced_in_index(options: &JobOptions) -> Option<&'static str> {
     let given = [
         ("bs", options.bs.is_some()),
         ("iodepth", options.iodepth.is_some()),
@@ -142,13 +161,10 @@ fn misplaced_in_index(rw: Rw, options: &JobOptions) -> Option<String> {
         ("model", options.kv.model.is_some()),
         ("block_size", options.kv.block_size.is_some()),
         ("layout", options.kv.layout.is_some()),
-        ("compute_us", options.kv.compute_us.is_some()),
         ("codec", options.kv.codec.is_some_and(|codec| codec != Coding::None)),
-        ("verify", options.kv.verify == Some(true)),
         ("local_cpu", options.kv.local_cpu.is_some_and(|bytes| bytes > 0)),
     ];
-    let (name, _) = given.into_iter().find(|(_, is_given)| *is_given)?;
-    Some(format!("{name} would change nothing with rw={}", word(rw)))
+    given.into_iter().find(|(_, is_given)| *is_given).map(|(name, _)| name)
 }
 
 impl Job {
@@ -233,6 +249,15 @@ impl Job {
             )
             .advice("leave runtime and time_based out; --tokens, --chunks or --entries say how much work that is"));
         }
+        for (option, count, most) in [
+            ("tokens", self.kv.tokens.unwrap_or(0), MAX_TOKENS),
+            ("entries", self.kv.entries, MAX_CHUNKS),
+            ("chunks", self.kv.chunks, MAX_CHUNKS),
+        ] {
+            if count > most {
+                return bad(format!("{option} must be at most {most}"));
+            }
+        }
         if self.kv.block_size == 0 {
             return bad("block-size must be at least one token".to_owned());
         }
@@ -256,6 +281,17 @@ impl Job {
         }
         if let Some(size) = self.size.filter(|&s| s < self.bs) {
             return Err(invalid(&self.name, format!("size {size} is smaller than bs {}", self.bs)));
+        }
+        if self.ioengine == IoEngine::Psync && self.iodepth > 1 {
+            return Err(invalid(
+                &self.name,
+                format!("fio's synchronous engines have one operation in flight, not iodepth {}", self.iodepth),
+            )
+            .advice("use ioengine threads for that many in flight, or leave iodepth out"));
+        }
+        if self.filename.as_ref().is_some_and(|file| file.as_os_str().as_encoded_bytes().contains(&b':')) {
+            return Err(invalid(&self.name, "filename is one file, and fio separates several by a colon")
+                .advice("use directory with numjobs for a file each, or a section for each file"));
         }
         Ok(())
     }

@@ -52,8 +52,8 @@ const AFTER_HELP: &str = "\
 Jobs of a job file run at once, as in fio; `stonewall` makes a job wait for those before it. Processor figures are the \
 whole process's while a job runs. Sizes are fio's: k, m, g are powers of 1024. Missing files are laid out with real data.
 Options in a job file that change what fio measures and that forebay does not have are refused; others are ignored with a \
-warning. With --time_based, `store` goes on with other content while its time lasts, and the cache evicts. SIGINT and \
-SIGTERM end a run early: it prints what it has measured and removes its temporary cache; a second one ends it at once.
+warning. With --time_based, `store` goes on with other content while its time lasts, and the cache evicts. SIGINT, \
+SIGTERM and SIGHUP end a run early: it prints what it has measured and removes its temporary cache; a second SIGINT or SIGTERM ends it at once.
 
 Examples:
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
@@ -216,19 +216,21 @@ fn groups(jobs: Vec<Job>) -> Vec<Vec<Job>> {
 
 /// The result of each job of a group, or the error of laying out their files.
 fn run_group(members: &[Job], context: &Context) -> Result<Vec<Result<JobResult>>> {
-    if let [job] = members {
-        return Ok(vec![run_job(job, context)]);
-    }
     // Files are laid out before the clock of any job starts.
     for job in members.iter().filter(|j| j.rw.is_raw()) {
         if let Err(e) = raw::prepare(job, context) {
             return if stop::is_end(&e) { Ok(Vec::new()) } else { Err(e) };
         }
     }
-    Ok(std::thread::scope(|scope| {
+    let results: Vec<Result<JobResult>> = std::thread::scope(|scope| {
         let running: Vec<_> = members.iter().map(|job| scope.spawn(|| run_job(job, context))).collect();
         running.into_iter().map(|thread| thread.join().unwrap_or_else(|p| std::panic::resume_unwind(p))).collect()
-    }))
+    });
+    // Not before all have ended: jobs may share a file.
+    for (job, _) in members.iter().zip(&results).filter(|(job, result)| job.unlink && result.is_ok()) {
+        raw::remove(job);
+    }
+    Ok(results)
 }
 
 fn run_job(job: &Job, context: &Context) -> Result<JobResult> {

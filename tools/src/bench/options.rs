@@ -82,8 +82,11 @@ pub(crate) enum IoEngine {
     #[value(aliases = ["io_uring", "io-uring"])]
     Uring,
     /// A pool of threads with pread and pwrite.
-    #[value(aliases = ["psync", "sync", "vsync", "pvsync", "pvsync2", "posixaio"])]
+    #[value(alias = "posixaio")]
     Threads,
+    /// The same with one operation at a time, as fio's synchronous engines.
+    #[value(hide = true, aliases = ["sync", "vsync", "pvsync", "pvsync2"])]
+    Psync,
 }
 
 /// Codec of the KV on the drive.
@@ -169,7 +172,7 @@ pub(crate) struct JobOptions {
     /// `O_DIRECT` (1, the default) or the page cache (0).
     #[arg(long, value_parser = parse_bool, value_name = "0|1", help_heading = "Files")]
     pub(crate) direct: Option<bool>,
-    /// Directory of the files, or of the cache.
+    /// Directory of the files, or of the job's own cache; none in a server's cache.
     #[arg(long, value_name = "DIR", help_heading = "Files")]
     pub(crate) directory: Option<PathBuf>,
     /// File that all workers share, instead of one each in the directory.

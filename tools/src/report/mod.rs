@@ -212,7 +212,7 @@ pub(crate) struct ForebayFigures {
     /// What the kernel says this process wrote to drives.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) device_write_bytes: Option<u64>,
-    /// Whether SIGINT or SIGTERM ended the job early: the figures are of what ran until then.
+    /// Whether a signal ended the job early: the figures are of what ran until then.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) interrupted: Option<bool>,
     /// Whether files were opened with `O_DIRECT`.

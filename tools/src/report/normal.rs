@@ -63,11 +63,12 @@ fn direction(text: &mut String, word: &str, d: &DirectionResult) {
     }
 }
 
-/// The unit in which the figures of a distribution are read best: its name and its nanoseconds.
-fn unit(typical_ns: f64) -> (&'static str, f64) {
-    match typical_ns {
-        ns if ns >= 10e6 => ("msec", 1e6),
-        ns if ns >= 10e3 => ("usec", 1e3),
+/// The unit in which figures between two are read best, as fio chooses it: its name and its
+/// nanoseconds.
+fn unit(least_ns: u64, most_ns: u64) -> (&'static str, f64) {
+    match (least_ns, most_ns) {
+        (2_000_001.., 100_000_000..) => ("msec", 1e6),
+        (2_001.., 100_000..) => ("usec", 1e3),
         _ => ("nsec", 1.0),
     }
 }
@@ -77,7 +78,7 @@ fn latency(text: &mut String, name: &str, l: &Latency) {
     if s.samples == 0 {
         return;
     }
-    let (unit, scale) = unit(s.mean);
+    let (unit, scale) = unit(s.min, s.max);
     let _ = writeln!(
         text,
         "    {name} ({unit}): min={:.0}, max={:.0}, avg={:.2}, stdev={:.2}",
@@ -93,11 +94,13 @@ fn percentiles(text: &mut String, l: &Latency) {
     if s.samples == 0 {
         return;
     }
-    let (unit, scale) = unit(s.mean);
+    let values = PERCENTILES.map(|p| (p, l.percentile(p)));
+    let all = || values.iter().map(|(_, ns)| *ns);
+    let (unit, scale) = unit(all().min().unwrap_or(0), all().max().unwrap_or(0));
     let _ = writeln!(text, "    clat percentiles ({unit}):");
-    for row in PERCENTILES.chunks(3) {
+    for row in values.chunks(3) {
         let cells: Vec<String> =
-            row.iter().map(|&p| format!("{p:>5.2}th=[{:>5.0}]", l.percentile(p) as f64 / scale)).collect();
+            row.iter().map(|(p, ns)| format!("{p:>5.2}th=[{:>5.0}]", *ns as f64 / scale)).collect();
         let _ = writeln!(text, "     | {}", cells.join(", "));
     }
 }
@@ -181,6 +184,16 @@ mod tests {
         assert!(first.contains("run=2000msec"), "{first}");
         assert!(second.contains("READ: bw=50MiB/s") && second.contains("io=50MiB"), "{second}");
         assert!(!text.contains("WRITE"), "{text}");
+    }
+
+    #[test]
+    fn percentiles_of_skewed_latencies_have_the_unit_of_the_small_ones() {
+        let mut one = job(0, 1, 1000);
+        for clat in [Duration::from_micros(50); 99].into_iter().chain([Duration::from_secs(10)]) {
+            one.read.record(Sample { bytes: MIB, slat: Duration::ZERO, clat, at: Duration::ZERO });
+        }
+        let text = document(&[one]);
+        assert!(text.contains("clat percentiles (usec)") && !text.contains("[    0]"), "{text}");
     }
 
     #[test]

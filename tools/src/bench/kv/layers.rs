@@ -10,7 +10,7 @@ use forebay::{Error, ErrorKind, Result};
 
 use super::pattern::Kv;
 use super::session::Session;
-use super::{median, ms, nothing_new, whole};
+use super::{median, ms, nothing_new, passed_over, whole};
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
@@ -165,20 +165,27 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     store_one(&session, &kv, session.prompts as u64 * 2, Duration::ZERO)?;
     let (mut times, mut moved, mut busy) = (Times::default(), DirectionResult::default(), Duration::ZERO);
     let bar = progress::bar(context, "store by layer", session.prompts as u64, Unit::Count);
-    let mut stored = 0;
+    let mut there = 0;
     let (usage, start) = (UsageMeter::start(), Instant::now());
     for n in 0..session.prompts as u64 {
         if stop::asked() {
             break;
         }
+        let pair = [(0, Duration::ZERO), (1, job.kv.compute)];
+        let pair = if job.kv.compute.is_zero() { &pair[..1] } else { &pair };
+        let mut is_there = false;
+        for (odd, _) in pair {
+            is_there |= session.engine.contains(&session.prompt(n * 2 + odd))?;
+        }
+        if is_there {
+            there += 1;
+            bar.inc(1);
+            continue;
+        }
         let mut walls = [Duration::ZERO; 2];
-        for (odd, time) in [(0, Duration::ZERO), (1, job.kv.compute)] {
-            if odd == 1 && time.is_zero() {
-                continue;
-            }
+        for &(odd, time) in pair {
             let (bytes, wall) = store_one(&session, &kv, n * 2 + odd, time)?;
             moved.record(Sample { bytes, slat: Duration::ZERO, clat: wall, at: start.elapsed() });
-            stored += bytes;
             busy += wall;
             walls[odd as usize] = wall;
         }
@@ -188,8 +195,6 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     bar.finish_and_clear();
     if times.plain_ms.is_empty() {
         stop::check()?;
-    }
-    if stored == 0 {
         return Err(nothing_new(job));
     }
     let flushing = Instant::now();
@@ -197,7 +202,8 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     busy += flushing.elapsed();
     let (usage, elapsed) = (usage.stop(), start.elapsed());
     let figures = ForebayFigures { path: session.path()?, ..times.figures(job, layers) };
-    let notes = notes(&session, job)?;
+    let mut notes = notes(&session, job)?;
+    notes.extend(passed_over(there));
     session.close()?;
     Ok(JobResult { write: moved.over(busy), notes, ..JobResult::of(job, elapsed, usage, figures) })
 }

@@ -48,7 +48,18 @@ fn nothing_new(job: &Job) -> Error {
         format!("job {:?}: all of it was stored already, nothing was measured", job.name),
     )
     .at(&job.directory)
-    .advice("give another --directory, leave --keep out, or add --time_based --runtime N to go on with other content")
+    .advice(match job.rw {
+        Rw::Store => {
+            "give another --directory, leave --keep out, or add --time_based --runtime N to go on with other content"
+        }
+        _ => "give another --directory, or leave --keep out",
+    })
+}
+
+/// What to know where a job of stores met prompts that were stored.
+fn passed_over(stored: u64) -> Option<String> {
+    (stored > 0)
+        .then(|| format!("{stored} prompts were stored already: they were passed over, and no figure counts them"))
 }
 
 /// Time in milliseconds.

@@ -19,7 +19,7 @@ use super::pattern::Kv;
 use crate::bench::job::Job;
 use crate::bench::options::{Coding, IoEngine, Layout};
 use crate::random::Rng;
-use crate::scratch::Scratch;
+use crate::scratch::{Scratch, outside_caches};
 use crate::size::show_bytes;
 
 const DEFAULT_TOKENS: u64 = 8192;
@@ -45,6 +45,8 @@ impl CacheDir {
             std::fs::create_dir(&directory).map_err(make)?;
         }
         if job.kv.keep {
+            // One that an earlier job has left may be used again.
+            directory.parent().map_or(Ok(()), outside_caches)?;
             return Ok(Self { dir: directory, _temporary: None });
         }
         let temporary = Scratch::new(&directory, "forebay-bench-")?;
@@ -222,7 +224,7 @@ fn settings(job: &Job, place: &CacheDir, capacity: u64, chunk_tokens: u32) -> Se
     settings.block_size = (job.bs as usize).next_multiple_of(4096);
     settings.io_engine = match job.ioengine {
         IoEngine::Uring => Engines::Uring,
-        IoEngine::Threads => Engines::Threads,
+        IoEngine::Threads | IoEngine::Psync => Engines::Threads,
         IoEngine::Auto | IoEngine::Cufile => Engines::Auto,
     };
     settings.codec = match job.kv.codec {
@@ -233,7 +235,7 @@ fn settings(job: &Job, place: &CacheDir, capacity: u64, chunk_tokens: u32) -> Se
     settings.cufile = match job.ioengine {
         IoEngine::Auto => Cufile::Auto,
         IoEngine::Cufile => Cufile::Force,
-        IoEngine::Uring | IoEngine::Threads => Cufile::Never,
+        IoEngine::Uring | IoEngine::Threads | IoEngine::Psync => Cufile::Never,
     };
     if job.kv.local_cpu > 0 {
         (settings.local_cpu, settings.max_local_cpu_size) = (true, job.kv.local_cpu);

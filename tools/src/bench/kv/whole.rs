@@ -15,7 +15,7 @@ use indicatif::ProgressBar;
 
 use super::pattern::Kv;
 use super::session::Session;
-use super::{is_over, ms, nothing_new};
+use super::{is_over, ms, nothing_new, passed_over};
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
@@ -298,9 +298,7 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
         stop::check()?;
         return Err(nothing_new(job));
     }
-    if stored > 0 {
-        notes.push(format!("{stored} prompts were stored already: they were passed over, and no figure counts them"));
-    }
+    notes.extend(passed_over(stored));
     Ok(JobResult { write, notes, ..JobResult::of(job, elapsed, usage, figures) })
 }
 

@@ -12,9 +12,10 @@ use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 
 use crate::bench::job::Job;
-use crate::out::Context;
+use crate::out::{self, Context};
 use crate::progress::{self, Unit};
 use crate::random::Rng;
+use crate::scratch::outside_caches;
 use crate::stop;
 
 /// Bytes per write while a file is laid out.
@@ -38,13 +39,18 @@ pub(crate) fn prepare(job: &Job, context: &Context) -> Result<u64> {
     Ok(smallest - smallest % job.bs)
 }
 
-/// Removes the files of `job`.
-pub(crate) fn remove(job: &Job) -> Result<()> {
+/// Removes the files of `job`, unless another job has removed one that they share. The figures are
+/// good whether or not that works.
+pub(crate) fn remove(job: &Job) {
     let files: BTreeSet<PathBuf> = (0..job.numjobs).map(|i| job.file_of(i)).collect();
     for path in files {
-        std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the file", e).at(&path))?;
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                out::tell(&format!("warning: {}", Error::io("cannot remove the file", e).at(&path)));
+            }
+            _ => {}
+        }
     }
-    Ok(())
 }
 
 /// The directory of a file, for the trial of an I/O path.
@@ -68,12 +74,16 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
     {
         return Err(Error::new(ErrorKind::InvalidInput, "only regular files are benchmarked").at(path));
     }
+    let laid_out = job.rw.reads() && is_laid_out(path, size);
+    if job.rw.writes() || !laid_out {
+        directory_of(path).map_or(Ok(()), |dir| outside_caches(&dir))?;
+    }
     if !job.rw.reads() {
         let before = std::fs::metadata(path).map(|m| m.len()).ok();
         let file = DirectFile::open(path, FileOptions::create())?;
         return reserve(&file, size).or_else(|e| undo(path, &file, before).and(Err(e)));
     }
-    if is_laid_out(path, size) {
+    if laid_out {
         return Ok(());
     }
     // A file that is not bench's own may be somebody's data.

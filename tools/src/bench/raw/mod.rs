@@ -27,7 +27,7 @@ use crate::stop;
 use pattern::Pattern;
 use worker::{Plan, Worker};
 
-pub(crate) use layout::prepare;
+pub(crate) use layout::{prepare, remove};
 
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
@@ -81,9 +81,6 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         drive.read.close(deadline)?;
         drive.write.close(deadline)?;
     }
-    if job.unlink {
-        layout::remove(job)?;
-    }
     let figures = ForebayFigures { path, direct: Some(direct), ..ForebayFigures::default() };
     Ok(JobResult { read, write, ..JobResult::of(job, elapsed, usage, figures) })
 }
@@ -130,12 +127,12 @@ fn open_queues(job: &Job, index: usize, (device, pool): (&dyn Device, &Arc<Stagi
     let engine = match job.ioengine {
         IoEngine::Auto | IoEngine::Cufile => EngineChoice::Auto,
         IoEngine::Uring => EngineChoice::Uring,
-        IoEngine::Threads => EngineChoice::Threads,
+        IoEngine::Threads | IoEngine::Psync => EngineChoice::Threads,
     };
     let cufile = match job.ioengine {
         IoEngine::Auto => CufileChoice::Auto,
         IoEngine::Cufile => CufileChoice::Force,
-        IoEngine::Uring | IoEngine::Threads => CufileChoice::Never,
+        IoEngine::Uring | IoEngine::Threads | IoEngine::Psync => CufileChoice::Never,
     };
     let (regions, side) = match device.mover() {
         None => (vec![pool.region()], None),
