@@ -459,6 +459,23 @@ fn a_bucket_that_is_not_there_takes_nothing() {
     assert!(stats.not_uploaded.contains(&("refused", 3)), "{stats:?}");
 }
 
+#[test]
+fn a_store_that_refuses_the_credentials_is_told_from_one_that_fails() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    // S3 answers so where a token has expired.
+    server.spoil(|method, _| if *method == Method::HEAD { Spoil::Status(400) } else { Spoil::No });
+    let a = Machine::new(&server);
+    let engine = a.open();
+    store(&engine, &prompt(&engine, N, 1), &a.world.kv().filled(1), slots(N, 1));
+    assert!(engine.wait_uploaded(later()).unwrap());
+    let stats = remote(&engine);
+    assert!(stats.not_uploaded.contains(&("refused", 3)), "{stats:?}");
+    server.spoil(|method, _| if *method == Method::GET { Spoil::Status(403) } else { Spoil::No });
+    let e = engine.clear().unwrap_err().to_string();
+    assert!(e.contains("(refused)") && e.contains("when these credentials may list and delete"), "{e}");
+}
+
 /// S3 answers so while a deletion of the object is under way.
 #[test]
 fn a_conflict_is_no_object() {

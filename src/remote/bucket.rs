@@ -24,6 +24,7 @@ use url::Url;
 
 use super::breaker::Breaker;
 use super::stats::RemoteCause;
+use super::store::refusal;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes that one request asks for, and that one time-out is for.
@@ -260,9 +261,8 @@ impl RemoteBucket {
             // The crate has this status in its text alone.
             Err(e) if e.to_string().contains("501 Not Implemented") => RemoteCause::Unsupported,
             Err(e) => {
-                let refused = matches!(e, StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. });
                 admitted.failed(&e);
-                return Err(if refused { RemoteCause::Refused } else { RemoteCause::Io });
+                return Err(if refusal(&e).is_some() { RemoteCause::Refused } else { RemoteCause::Io });
             }
         };
         admitted.worked();

@@ -327,9 +327,10 @@ impl Remote {
                 RemoteCause::Closed => ErrorKind::Closed,
                 _ => ErrorKind::Io,
             };
-            Error::new(kind, format!("the remote store has not deleted everything ({})", cause.as_str())).advice(
-                "the drives no longer have it, but it may come back from the store: run this again when that answers",
-            )
+            let when = if cause == RemoteCause::Refused { "these credentials may list and delete" } else { "that answers" };
+            Error::new(kind, format!("the remote store has not deleted everything ({})", cause.as_str())).advice(format!(
+                "the drives no longer have it, but it may come back from the store: run this again when {when}"
+            ))
         };
         if self.thread.lock().is_none() {
             return Err(failed(RemoteCause::Closed));

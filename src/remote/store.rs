@@ -226,38 +226,54 @@ fn nonce() -> u64 {
     u64::from(std::process::id()) << 32 ^ since.as_nanos() as u64
 }
 
+/// What to do where the store refuses these credentials; `None` where it does not.
+pub(super) fn refusal(e: &StoreError) -> Option<&'static str> {
+    let text = e.to_string();
+    let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
+    // For a list, for each object of a deletion and for status 400 the crate has status and code in
+    // its text alone. An answer to HEAD has no code: S3 sends 400 there for a token that has expired.
+    if has(&["RequestTimeTooSkewed"]) {
+        return Some("set the clock of this machine");
+    }
+    let unknown = has(&["ExpiredToken", "InvalidToken", "401 Unauthorized"]) || text.ends_with("400 Bad Request: ");
+    if unknown || matches!(e, StoreError::Unauthenticated { .. }) {
+        return Some("check the credentials in the environment");
+    }
+    let forbidden = has(&["AccessDenied", "403 Forbidden"]) || matches!(e, StoreError::PermissionDenied { .. });
+    forbidden.then_some(
+        "give these credentials the right to get, put, list and delete below the prefix; check the bucket's name and its region",
+    )
+}
+
 /// What the store's answer means, and what to do about it.
 fn explained(what: &str, e: StoreError) -> Error {
     let text = e.to_string();
     let connection = std::iter::successors(Some(&e as &dyn std::error::Error), |e| e.source())
         .find_map(|e| e.downcast_ref::<HttpError>())
         .map(HttpError::kind);
-    let rights = "give these credentials the right to get, put, list and delete below the prefix; check the bucket's name and its region";
-    let known = "check the credentials in the environment";
     let absent = "make the bucket, or correct remote_url";
-    let (kind, advice) = match (&e, connection) {
-        _ if text.contains("RequestTimeTooSkewed") => (ErrorKind::Permission, "set the clock of this machine"),
-        _ if text.contains("ExpiredToken") => (ErrorKind::Permission, known),
-        (StoreError::Unauthenticated { .. }, _) => (ErrorKind::Permission, known),
-        (StoreError::PermissionDenied { .. }, _) => (ErrorKind::Permission, rights),
-        (StoreError::NotFound { .. }, _) => (ErrorKind::NotFound, absent),
-        (StoreError::Generic { store: "remote_url", .. }, _) => {
+    let elsewhere = ["incorrectly configured region", "AuthorizationHeaderMalformed", "PermanentRedirect"];
+    let (kind, advice) = match (refusal(&e), &e, connection) {
+        (Some(advice), ..) => (ErrorKind::Permission, advice),
+        _ if elsewhere.iter().any(|code| text.contains(code)) => {
+            (ErrorKind::Config, "set AWS_REGION to the bucket's region")
+        }
+        (_, StoreError::NotFound { .. }, _) => (ErrorKind::NotFound, absent),
+        (_, StoreError::Generic { store: "remote_url", .. }, _) => {
             (ErrorKind::NotFound, "mount what is to be there, or correct remote_url")
         }
         // For a list the crate has the status in its text alone.
-        _ if text.contains("401 Unauthorized") => (ErrorKind::Permission, known),
-        _ if text.contains("403 Forbidden") => (ErrorKind::Permission, rights),
         _ if text.contains("404 Not Found") => (ErrorKind::NotFound, absent),
         _ if text.contains(INSTANCE) => (
             ErrorKind::Permission,
             "there are no credentials in the environment, and the machine has no role: set their variables (docs/tiers.md)",
         ),
-        (_, Some(HttpErrorKind::Connect)) => (
+        (.., Some(HttpErrorKind::Connect)) => (
             ErrorKind::Io,
             "check the host's name, the port and the network; for another S3 server than Amazon's set AWS_ENDPOINT_URL",
         ),
-        (_, Some(HttpErrorKind::Timeout)) => (ErrorKind::TimedOut, "check the network and the store"),
-        (_, Some(_)) => (
+        (.., Some(HttpErrorKind::Timeout)) => (ErrorKind::TimedOut, "check the network and the store"),
+        (.., Some(_)) => (
             ErrorKind::Io,
             "check that this is the store's address, and whether it speaks TLS: where not, AWS_ALLOW_HTTP=true",
         ),
@@ -279,6 +295,36 @@ mod tests {
                 let said = explained("put", e).to_string();
                 assert!(said.contains(advice) && !said.contains("the right to get"), "{said}");
             }
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_known_by_what_the_crate_says_of_it() {
+        let of = |text: &str| refusal(&StoreError::Generic { store: "S3", source: text.to_owned().into() });
+        let rights = "the right to get";
+        for (text, advice) in [
+            ("Error performing list request: Server returned non-2xx status code: 403 Forbidden: ", rights),
+            ("DeleteObjects request failed for key a: no (code: AccessDenied)", rights),
+            ("Server returned non-2xx status code: 400 Bad Request: <Code>ExpiredToken</Code>", "the credentials"),
+            ("Server returned non-2xx status code: 400 Bad Request: ", "the credentials"),
+        ] {
+            assert!(of(text).is_some_and(|said| said.contains(advice)), "{text}");
+        }
+        for text in ["400 Bad Request: <Code>RequestTimeout</Code>", "500 Internal Server Error: ", "(code: SlowDown)"] {
+            assert_eq!(of(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_bucket_of_another_region_is_a_matter_of_settings() {
+        for text in [
+            "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
+            "400 Bad Request: <Code>AuthorizationHeaderMalformed</Code>",
+            "Server returned error response: <Code>PermanentRedirect</Code>",
+        ] {
+            let e = explained("list", StoreError::Generic { store: "S3", source: text.into() });
+            assert_eq!(e.kind(), ErrorKind::Config, "{e}");
+            assert!(e.to_string().contains("set AWS_REGION"), "{e}");
         }
     }
 

@@ -332,7 +332,7 @@ def test_rows_are_cut_into_runs_of_no_more_than_a_step() -> None:
 
 
 @pytest.mark.ci
-def test_attention_is_a_softmax_over_earlier_rows() -> None:
+def test_attention_is_a_softmax_over_earlier_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from forebay.vllm.blend import selection
@@ -347,6 +347,10 @@ def test_attention_is_a_softmax_over_earlier_rows() -> None:
             wanted[: 8 + query] += logits.softmax(0)
     assert torch.allclose(mass, wanted, atol=1e-5)
     assert torch.allclose(selection.attention(queries, keys, 7, 0.5, at_once=2), wanted, atol=1e-5)
+    # Two queries at a time, then one.
+    for most in (2 * 2 * 10, 1):
+        monkeypatch.setattr(selection, "MOST_LOGITS", most)
+        assert torch.allclose(selection.attention(queries, keys, 7, 0.5), wanted, atol=1e-5)
     assert selection.largest(mass, [2, 3, 4, 5], 2) == sorted(sorted([2, 3, 4, 5], key=lambda row: -float(mass[row]))[:2])
 
 
@@ -367,6 +371,28 @@ def test_scores_are_computed_where_a_gpus_rows_are() -> None:
         rows.put(1, at, (fresh, fresh))
         assert selection.deviation((fresh, fresh), (rows.keys(1)[at], rows.values(1)[at])).device == gpu
         assert selection.attention(torch.empty(4, 4, 8, device=gpu), rows.keys(1)[:12], 8, 0.5).device == gpu
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_long_questions_are_scored_in_bounded_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from forebay.vllm.blend import selection
+
+    made, matmul = [], torch.matmul
+
+    def noted(*of: torch.Tensor) -> torch.Tensor:
+        made.append(matmul(*of))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "matmul", noted)
+    with FakeTensorMode():
+        queries, keys = torch.empty(2000, 32, 8, device=device), torch.empty(32_768, 2, 8, device=device)
+        selection.attention(queries, keys, 30_768, 0.5)
+    assert max(logits.numel() for logits in made) <= selection.MOST_LOGITS
+    assert sum(logits.numel() for logits in made) == 2000 * 32 * 32_768
 
 
 @pytest.mark.ci

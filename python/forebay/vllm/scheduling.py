@@ -178,13 +178,15 @@ class SchedulerHalf:
         ]
         # vLLM's lists as they are: this runs in every step for every running request.
         running = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, scheduled, cached.resumed_req_ids)
+        # 0: not measured. A step that also computes blends would make computing seem slow.
+        is_blending = self._planner is not None and self._planner.is_blending
         step = self._side.build_connector_meta(
             new,
             None if self._resting else running,
             output.finished_req_ids,
             output.preempted_req_ids,
             tokens_of=self._tokens_of,
-            num_scheduled=output.total_num_scheduled_tokens,
+            num_scheduled=0 if is_blending else output.total_num_scheduled_tokens,
         )
         self._step += 1
         if self._unverified is not None:

@@ -6,14 +6,18 @@ import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from forebay._quiet import Quiet
 from forebay.vllm import working
+from forebay.vllm.blend import blender
 from forebay.vllm.blend.blender import Asked, Blender
 from forebay.vllm.blend.live import Job, Live
 from forebay.vllm.blend.segments import Chain, Dimensions, Rows, Segments
+from forebay.vllm.blend.worker import runner_of
+from forebay.vllm.geometry import Unsupported
 from forebay.vllm.meta import StepMetadata
 
 #: A prompt with two segments, and the rest of a job.
@@ -217,3 +221,18 @@ def test_a_cache_that_never_opened_has_nothing_to_lose(log: pytest.LogCaptureFix
     half._engine = SimpleNamespace(is_up=False, flush=lambda: 1 / 0, close=lambda: closed.append("engine"))
     half.shutdown()
     assert (closed, log.text) == (["engine"], "")
+
+
+def test_segments_are_uploaded_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("forebay.Engine", lambda settings, *_, **__: given.append(settings))
+    for part in ("refuse", "identity", "Nested", "Ranks", "Segments", "_dimensions", "_rotary"):
+        monkeypatch.setattr(blender, part, MagicMock())
+    settings = SimpleNamespace(engine={"cache_dir": "/a", "remote_url": "s3://bucket"}, resolved={"load_timeout_ms": 2000})
+    Blender(MagicMock(), SimpleNamespace(settings=settings))  # type: ignore[arg-type]
+    assert given == [{"cache_dir": "/a", "remote_url": "none"}]
+
+
+def test_a_worker_whose_model_is_not_found_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="MultiConnector"):
+        runner_of(SimpleNamespace())

@@ -17,6 +17,7 @@ from vllm.v1.request import Request
 from forebay.vllm.blend import client, separator
 from forebay.vllm.blend.nested import Nested
 from forebay.vllm.blend.planning import Planner
+from forebay.vllm.scheduling import SchedulerHalf
 
 from .server import BLOCK_TOKENS
 
@@ -247,6 +248,43 @@ def test_a_report_of_an_aborted_blend_goes_no_further() -> None:
     plans.finished("a")
     report = plans.reported({"a"}, {"a"})
     assert (report.over, report.computed) == (set(), [])
+
+
+def test_steps_that_also_compute_blends_do_not_measure_computing() -> None:
+    asked, plans, counted = request(), planner(), list[int]()
+    half: Any = object.__new__(SchedulerHalf)
+    half._planner, half._announcer, half._unverified = plans, None, None
+    half._requests, half._held, half._failed, half._resting, half._step = {}, set(), set(), False, 0
+    half._side = SimpleNamespace(
+        build_connector_meta=lambda *_, num_scheduled, **__: counted.append(num_scheduled),
+        update_connector_output=lambda *_: [],
+    )
+
+    def step() -> None:
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        half.build_connector_meta(
+            SimpleNamespace(
+                num_scheduled_tokens={},
+                scheduled_cached_reqs=cached,
+                scheduled_new_reqs=[],
+                finished_req_ids=set(),
+                preempted_req_ids=set(),
+                total_num_scheduled_tokens=64,
+            )
+        )
+
+    assert plans.takes(asked)
+    step()
+    plans.matched("a", 0)
+    plans.allocated("a", list(range(10)), 160)
+    step()
+    # It goes on in a later step.
+    step()
+    half.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"a"}, failed_recving=set(), finished_sending=set())
+    )
+    step()
+    assert counted == [64, 0, 0, 64]
 
 
 def test_a_request_whose_hashes_do_not_follow_its_salt_is_not_blended() -> None:

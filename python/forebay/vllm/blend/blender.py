@@ -99,7 +99,9 @@ class Blender:
         rotary = _rotary(runner.get_model(), self._nested.names)
         self.ranks = Ranks()
         made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of, (self.ranks.rank, self.ranks.count))
-        engine = forebay.Engine(self._connector.settings.engine, made, device=self._nested.device)
+        # No server fetches segments, so none is uploaded.
+        settings = self._connector.settings.engine | {"remote_url": "none"}
+        engine = forebay.Engine(settings, made, device=self._nested.device)
         self._segments = Segments(engine, self._of, rotary)
         #: How long a server's request waits for a segment.
         self.limit_ms: int = self._connector.settings.resolved["load_timeout_ms"]

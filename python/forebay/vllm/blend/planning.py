@@ -175,6 +175,11 @@ class Planner:
         self._loading.add(req_id)
         self._jobs.append(Job(req_id, plan.asked, plan.computed + tokens, first, list(blocks[first:end]), plan.stores))
 
+    @property
+    def is_blending(self) -> bool:
+        """Whether a blend is ordered, and not reported as over."""
+        return bool(self._loading)
+
     def jobs(self) -> tuple[Job, ...]:
         """What the workers begin in this step."""
         jobs, self._jobs = tuple(self._jobs), []

@@ -42,8 +42,10 @@ def configuration(config: VllmConfig) -> None:
         raise _no(f"the role {transfer.kv_role}", "start with kv_role kv_both: a blend is stored, then loaded")
 
 
-def live(config: VllmConfig, layerwise: bool) -> None:
-    """Refuses what requests that blend in a running server cannot do with."""
+def live(config: VllmConfig, layerwise: bool, is_child: bool = False) -> None:
+    """Refuses what requests that blend in a running server cannot do with. `is_child`: ForebayConnector is one of MultiConnector's."""
+    if is_child:
+        raise _no("MultiConnector", "start with ForebayConnector alone")
     configuration(config)
     if layerwise:
         raise _no("use_layerwise", "leave it off")

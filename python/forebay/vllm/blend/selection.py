@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: Logits that a GPU computes at once: a quarter of a gigabyte, with their softmax.
-GPU_LOGITS = 1 << 25
+#: Logits that are computed at once: a quarter of a gigabyte, with their softmax.
+MOST_LOGITS = 1 << 25
 
 
 def budget(rows: int, ratio: float) -> int:
@@ -31,25 +31,28 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale
     """How much one layer's queries attend to each key, summed over queries and heads: `[row]`.
 
     `queries` are `[query, query head, element]` of the positions from `first_query` on, `keys` `[row, KV head, element]` from position 0 on.
-    So many KV heads are computed at once; 0 means as many as suit the device.
+    So many KV heads are computed at once; 0 means as many as suit the device. Of many queries a part is computed at a time, since vLLM
+    leaves no memory for the logits of all of them.
     """
     import torch
 
     (rows, heads, _), asking = keys.shape, queries.shape[0]
     group = queries.shape[1] // heads
+    part = max(1, min(asking, MOST_LOGITS // (group * rows)))
     if at_once == 0:
         # One at a time stays in a processor's caches; a GPU would wait for the host between so many
         # small kernels.
-        at_once = max(1, GPU_LOGITS // (group * asking * rows)) if keys.is_cuda else 1
+        at_once = max(1, MOST_LOGITS // (group * part * rows)) if keys.is_cuda else 1
     grouped = (queries.float() * scale).unflatten(1, (heads, group)).permute(1, 2, 0, 3)
     # Among the queries' own rows alone there are later ones.
     places = torch.arange(first_query, rows, device=keys.device)
-    later = places[None] > places[:asking, None]
     mass = torch.zeros(rows, device=keys.device)
-    for part, of in zip(grouped.split(at_once), keys.permute(1, 2, 0).split(at_once), strict=True):
-        logits = torch.matmul(part.flatten(1, 2), of.float()).unflatten(1, (group, asking))
-        logits[..., first_query:].masked_fill_(later, float("-inf"))
-        mass += logits.softmax(-1).sum((0, 1, 2))
+    for some, own in zip(grouped.split(part, 2), places[:asking].split(part), strict=True):
+        later = places[None] > own[:, None]
+        for of_heads, of in zip(some.split(at_once), keys.permute(1, 2, 0).split(at_once), strict=True):
+            logits = torch.matmul(of_heads.flatten(1, 2), of.float()).unflatten(1, (group, len(own)))
+            logits[..., first_query:].masked_fill_(later, float("-inf"))
+            mass += logits.softmax(-1).sum((0, 1, 2))
     return mass
 
 

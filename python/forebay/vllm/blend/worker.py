@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from forebay.vllm.geometry import Unsupported
+
 logger = logging.getLogger("vllm.forebay")
 
 
@@ -23,10 +25,15 @@ _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def runner_of(config: Any) -> Any:
-    """The model runner of the worker with this configuration; None where vLLM was started without
-    `BlendWorker`."""
+    """The model runner of the worker with this configuration; `Unsupported` where no `BlendWorker` has it."""
     found = [worker for worker in _made if getattr(worker, "vllm_config", None) is config]
-    return found[0].model_runner if found else None
+    if not found:
+        # MultiConnector gives each connector a configuration of its own.
+        raise Unsupported(
+            "blending does not work with a connector that cannot find its worker's model, such as one inside MultiConnector; start with "
+            "ForebayConnector alone"
+        )
+    return found[0].model_runner
 
 
 class BlendWorker:
