@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use forebay::Result;
-use forebay::connector::{BlockSpan, LoadOrder, PromptPart, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
+use forebay::connector::{BlockSpan, LoadOrder, PromptPart, SaveOrder, StepMeta, WorkerMeta};
 use forebay::format::layout::SlotLayout;
 use forebay::format::record::{KeyKind, Record, RecordKind};
 use forebay::format::sealed::{self, RegionHeader, RegionState};
@@ -115,7 +115,7 @@ fn messages() -> Result<()> {
     let step =
         StepMeta { step: 3, loads: vec![load], saves: vec![store], held: vec!["c".to_owned()], ..StepMeta::default() };
     save("connector_meta", "step", &step.to_bytes()?)?;
-    let stored = vec![StoredChunk { key: [1; 32], parent: [2; 32], start: 0, tokens: 256 }];
+    let stored = vec![[1; 32]];
     save(
         "connector_meta",
         "report",

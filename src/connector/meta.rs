@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use super::worker_identity::WorkerIdentity;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::{ChunkKey, Extra, LoraId, MmItem};
+use crate::key::{Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 8;
+const VERSION: u8 = 9;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -160,25 +160,6 @@ impl StepMeta {
     }
 }
 
-/// A chunk that a worker stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StoredChunk {
-    /// Its key.
-    pub key: [u8; 32],
-    /// The key that it is chained to.
-    pub parent: [u8; 32],
-    /// First token, counted from the start of the prompt.
-    pub start: u64,
-    /// Tokens.
-    pub tokens: u32,
-}
-
-impl StoredChunk {
-    pub(super) fn new(key: ChunkKey, parent: ChunkKey, (start, tokens): (usize, usize)) -> Self {
-        Self { key: key.0, parent: parent.0, start: start as u64, tokens: tokens as u32 }
-    }
-}
-
 /// What a worker tells the scheduler after a step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct WorkerMeta {
@@ -190,8 +171,8 @@ pub struct WorkerMeta {
     pub loaded_step: u64,
     /// Requests whose load failed since the last report.
     pub failed: Vec<String>,
-    /// Chunks stored since the last report.
-    pub stored: Vec<StoredChunk>,
+    /// Keys of chunks stored since the last report, where KV events are on.
+    pub stored: Vec<[u8; 32]>,
     /// Tokens loaded from drives since the last report.
     pub loaded_tokens: u64,
     /// Seconds in which such loads were under way; those of several at once count once.

@@ -41,9 +41,7 @@ mod worker_identity;
 
 pub use counts::Counter;
 pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
-pub use meta::{
-    BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta,
-};
+pub use meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, WorkerMeta};
 pub use options::{ConnectorOptions, Role, windowed_chunk_tokens};
 pub use ranks::RanksLookup;
 pub use scheduler::{

@@ -60,7 +60,7 @@ metric_table! {
     REMOTE_PRESENT = Counter "forebay_remote_present_chunks_total" [] "Chunks that were to be uploaded and were there already.";
     REMOTE_SHED = Counter "forebay_remote_shed_chunks_total" ["cause"] "Chunks that were to be uploaded and were not, by cause.";
     REMOTE_QUEUED = Gauge "forebay_remote_queued_chunks" [] "Chunks that wait to be uploaded.";
-    QUARANTINED = Gauge "forebay_staging_quarantined" [] "Timed-out requests whose I/O has not ended; each holds a staging slot.";
+    QUARANTINED = Gauge "forebay_staging_quarantined" [] "Timed-out requests whose I/O has not ended; each holds staging, or pinned memory on the way to a GPU.";
     IO_IN_FLIGHT = Gauge "forebay_io_in_flight" ["drive", "direction"] "Requests that a queue has accepted and not ended.";
     IO_REQUESTS = Counter "forebay_io_requests_total" ["drive", "direction", "result"] "Requests by their end: ok, error, timeout, rejected.";
     IO_BYTES = Counter "forebay_io_bytes_total" ["drive", "direction"] "Bytes of requests that ended well.";

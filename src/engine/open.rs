@@ -20,10 +20,10 @@ const GROUP_BYTES: usize = 1 << 20;
 /// As [`GROUP_BYTES`], for whole chunks into a GPU's memory: larger copies need fewer launches and
 /// completions.
 const DEVICE_GROUP_BYTES: usize = 4 << 20;
-/// Bytes of reads in flight from a drive through host memory. It is enough to keep a drive busy,
-/// and few enough that bytes are still in the processor's caches when they are checked and copied:
-/// with 64 MiB, loads are a quarter slower.
-const HOST_WINDOW_BYTES: usize = 8 << 20;
+/// Bytes of reads in flight from a drive through host memory: the one or the other, whichever is
+/// faster. They are enough to keep a drive busy, and few enough that bytes are still in the
+/// processor's caches when they are checked and copied: with 64 MiB, loads are a quarter slower.
+const HOST_WINDOW_BYTES: [usize; 2] = [8 << 20, 3 << 20];
 /// Bytes of prefetches in flight: a load that begins may have to wait for them, a millisecond or
 /// less of a drive.
 const PREFETCH_BYTES: usize = 2 << 20;
@@ -51,9 +51,9 @@ pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geo
 
 /// Bytes of reads in flight from a drive at most: twice what the settings let its I/O queue have at
 /// once, but through host memory no more than [`HOST_WINDOW_BYTES`].
-fn window_bytes(settings: &Settings, host: bool) -> usize {
+fn window_bytes(settings: &Settings, host: bool) -> [usize; 2] {
     let queue = settings.max_concurrent_ops.saturating_mul(settings.block_size).saturating_mul(2);
-    if host { queue.min(HOST_WINDOW_BYTES) } else { queue }
+    if host { HOST_WINDOW_BYTES.map(|window| queue.min(window)) } else { [queue; 2] }
 }
 
 /// Staging pools and limits of the pipeline.
@@ -185,8 +185,8 @@ fn open_log(
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
     check_quota(&log)?;
     log.codec = device::codec_of(&options.settings, options.device.place() == MemorySpace::Host);
-    // Loads and stores submit no more than they have staging for; the rest is for the log's own
-    // requests.
+    // Loads and stores have staging for each read and write, but for reads of headers alone into
+    // host memory. The rest is for these and for the log's own requests, which wait for room.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
     register_staging(&mut log.io, options, pipeline);
     log.drive_factory = options.drive_factory.clone();

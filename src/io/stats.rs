@@ -3,6 +3,7 @@
 //! Invariant: a request that was accepted is counted in flight until no I/O uses its memory, also
 //! after its caller got a time-out.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use std::time::Duration;
 #[derive(Debug, Default)]
 pub struct IoStats {
     in_flight: AtomicUsize,
-    quarantined: AtomicUsize,
+    quarantined: Arc<AtomicUsize>,
     accepted: AtomicU64,
     rejected: AtomicU64,
     completed: AtomicU64,
@@ -26,7 +27,7 @@ pub struct IoCounts {
     /// Requests accepted whose I/O has not ended.
     pub in_flight: usize,
     /// Of these, requests that were given up, as by a time-out, while their buffer waits for the
-    /// I/O to end.
+    /// I/O to end; and pieces that wait in pinned memory, of requests that have ended.
     pub quarantined: usize,
     /// Requests accepted.
     pub accepted: u64,
@@ -45,6 +46,12 @@ pub struct IoCounts {
 }
 
 impl IoStats {
+    /// Counters for the pieces of these requests, which are no requests; but those that hang are
+    /// counted with them, as they hold memory of the same drive.
+    pub(super) fn of_pieces(&self) -> Self {
+        Self { quarantined: Arc::clone(&self.quarantined), ..Self::default() }
+    }
+
     /// The counters now.
     #[must_use]
     pub fn counts(&self) -> IoCounts {

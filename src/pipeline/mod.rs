@@ -77,8 +77,9 @@ pub struct PipelineOptions {
     pub whole_group_bytes: usize,
     /// Drives that chunks lie on: with several, none takes all staging.
     pub drives: usize,
-    /// Bytes of reads in flight from a drive beyond which no more are submitted.
-    pub window_bytes: usize,
+    /// Bytes of reads in flight from a drive beyond which no more are submitted: the one or the
+    /// other, whichever the drive is faster with.
+    pub window_bytes: [usize; 2],
     /// Bytes of prefetches in flight; one read may have more.
     pub prefetch_bytes: usize,
     /// With this many stores under way, new ones are shed.

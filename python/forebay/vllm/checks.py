@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 from forebay.vllm import identity
@@ -19,12 +20,12 @@ def failure_policy(vllm_config: VllmConfig, settings: Settings) -> None:
     """A failed load is a miss: vLLM recomputes, where its own default fails the request. That default stays for layer-wise loads,
     from which vLLM cannot recompute.
 
-    vLLM's scheduler reads the policy after it has made its connector. Inside MultiConnector only a copy is in reach, so the
-    outer configuration must say it; where it is in reach and does not, the start is refused.
+    vLLM's scheduler reads the policy after it has made its connector. Inside MultiConnector only a copy can be changed, so the
+    outer configuration must say it.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    outer = _outer(vllm_config)
+    outer = _outer()
     if outer == "fail":
         raise Unsupported(
             "kv_load_failure_policy of MultiConnector is fail: a damaged cache file would fail requests; "
@@ -69,6 +70,16 @@ def known_weights(vllm_config: VllmConfig, fingerprint: str) -> None:
         )
 
 
+def pooling(vllm_config: VllmConfig) -> None:
+    """Refuses a pooling model that vLLM computes from the first token on: a loaded prefix would end the engine."""
+    model = vllm_config.model_config
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        raise Unsupported(
+            "a pooling model whose pooling needs every token of a prompt (MEAN, CLS, STEP): vLLM ends where a prefix was loaded; start "
+            "without Forebay"
+        )
+
+
 def routed_experts(vllm_config: VllmConfig) -> None:
     """Refuses a server that returns the experts of every token, where vLLM does not stop a connector from loading tokens of which it
     has none."""
@@ -91,9 +102,9 @@ LOAD_WITHIN_A_STEP = ("LMCacheConnectorV1", "FlexKVConnector")
 SPARSE = ("index_topk", "sparse_attention_config")
 
 
-def siblings(vllm_config: VllmConfig) -> None:
+def siblings() -> None:
     """Refuses connectors beside which wrong KV could be stored."""
-    multi = _multi(vllm_config)
+    multi = _multi()
     children = [] if multi is None else multi.kv_connector_extra_config.get("connectors", [])
     for name in (child.get("kv_connector") for child in children):
         # Also LMCache's own class, LMCacheConnectorV1Dynamic.
@@ -104,19 +115,23 @@ def siblings(vllm_config: VllmConfig) -> None:
             )
 
 
-def _multi(vllm_config: VllmConfig) -> KVTransferConfig | None:
-    """The configuration of the MultiConnector around this connector, where there is one and it is in reach."""
-    from vllm.config import get_current_vllm_config_or_none
+def _multi() -> KVTransferConfig | None:
+    """The configuration of the outermost MultiConnector around this connector, where there is one.
 
-    current = get_current_vllm_config_or_none()
-    transfer = None if current is None else current.kv_transfer_config
-    if transfer is None or transfer is vllm_config.kv_transfer_config or transfer.kv_connector != "MultiConnector":
-        return None
-    return transfer
+    It is read from the frames of the constructors that are running: vLLM's current configuration is set in workers alone, and
+    they and the scheduler must decide alike.
+    """
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        transfer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if transfer is not None and transfer.kv_connector == "MultiConnector":
+            found = transfer
+        frame = frame.f_back
+    return found
 
 
-def _outer(vllm_config: VllmConfig) -> str | None:
-    multi = _multi(vllm_config)
+def _outer() -> str | None:
+    multi = _multi()
     return None if multi is None else multi.kv_load_failure_policy
 
 
@@ -125,7 +140,7 @@ def blending(vllm_config: VllmConfig, settings: Settings) -> None:
     if settings.blends:
         from forebay.vllm.blend import refuse
 
-        refuse.live(vllm_config, settings.layerwise)
+        refuse.live(vllm_config, settings.layerwise, is_child=_multi() is not None)
 
 
 def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Settings:
@@ -159,7 +174,7 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
         )
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    outer = _outer(vllm_config)
+    outer = _outer()
     if outer is None and transfer.kv_load_failure_policy == "fail":
         if settings.resolved["mode"] == "ro":
             return "mode: ro: a damaged chunk stays, so every request that needs it would end with an error; set mode: rw"

@@ -58,7 +58,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         checks.fixed_weights(vllm_config)
         checks.known_weights(vllm_config, read.fingerprint)
         checks.routed_experts(vllm_config)
-        checks.siblings(vllm_config)
+        checks.pooling(vllm_config)
+        checks.siblings()
         checks.failure_policy(vllm_config, read)
         checks.blending(vllm_config, read)
         self._scheduler: SchedulerHalf | None = None

@@ -166,8 +166,8 @@ impl EventLog {
         if !self.is_on {
             return;
         }
-        for chunk in &report.stored {
-            let key = ChunkKey(chunk.key);
+        for key in &report.stored {
+            let key = ChunkKey(*key);
             let Some(ranks) = self.ordered.get_mut(&key) else { continue };
             ranks.insert(report.rank);
             if ranks.len() >= self.writers {

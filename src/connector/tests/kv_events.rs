@@ -7,9 +7,7 @@ fn chunks(of: &[RequestChunk]) -> Vec<(usize, usize)> {
 }
 
 fn commit(s: &mut Side, rank: u32, stored: &[RequestChunk]) {
-    let chunk =
-        |c: &RequestChunk| StoredChunk { key: c.key, parent: [0; 32], start: c.start as u64, tokens: c.tokens as u32 };
-    let report = WorkerMeta { rank, stored: stored.iter().map(chunk).collect(), ..WorkerMeta::default() };
+    let report = WorkerMeta { rank, stored: keys(stored), ..WorkerMeta::default() };
     s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
 }
 

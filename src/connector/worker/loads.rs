@@ -104,6 +104,14 @@ impl Worker {
 
     pub(super) fn start_load(&mut self, order: LoadOrder, stream: Option<Stream>) {
         self.stats.loads += 1;
+        // Nobody would wait for its layers: the model would read blocks that are not filled yet.
+        if !order.asynchronous && !self.options.layerwise {
+            tracing::error!(
+                req_id = order.req_id,
+                "the scheduler loads within steps, and this worker does not: use_layerwise differs"
+            );
+            return self.refuse_load(&order);
+        }
         let range = (order.computed, order.stop);
         let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
         let Some(prompt) = prompt else {

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::busy::BusyTime;
 use super::counts::{Counter, GAUGES, gauges};
-use super::meta::{StepMeta, StoredChunk, WorkerMeta};
+use super::meta::{StepMeta, WorkerMeta};
 use super::options::ConnectorOptions;
 use super::worker_identity::WorkerIdentity;
 use crate::device::{PagedKv, Stream};
@@ -375,9 +375,5 @@ impl Worker {
         self.wait_saves(deadline);
         self.prompts.clear();
         self.held.clear();
-    }
-
-    fn stored(&mut self, chunks: impl IntoIterator<Item = StoredChunk>) {
-        self.report.stored.extend(chunks);
     }
 }

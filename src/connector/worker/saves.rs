@@ -3,11 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::meta::{SaveOrder, StoredChunk};
+use super::super::meta::SaveOrder;
 use super::Worker;
 use crate::device::Stream;
 use crate::engine::{Backpressure, Computed, Prompt, ShedCause, Store, StoreRequest};
 use crate::error::{Error, Result};
+use crate::key::ChunkKey;
 
 /// So many finished stores are taken by one call of [`Worker::poll_saves`], or a quarter of all
 /// stores where that is more.
@@ -50,14 +51,13 @@ impl Saving {
         true
     }
 
-    /// The chunks in its range.
-    fn chunks(&self) -> impl Iterator<Item = StoredChunk> + '_ {
+    /// The keys of the chunks in its range.
+    fn keys(&self) -> impl Iterator<Item = ChunkKey> + '_ {
         let (step, (start, stop)) = (self.prompt.chunk_tokens(), self.range);
         (start / step..stop.div_ceil(step)).filter_map(move |i| {
             let tokens = (stop - i * step).min(step);
             let partial = (tokens < step).then(|| self.prompt.partial_key(i, tokens));
-            let key = partial.unwrap_or_else(|| self.prompt.keys().get(i).copied())?;
-            Some(StoredChunk::new(key, self.prompt.parent_of(i), (i * step, tokens)))
+            partial.unwrap_or_else(|| self.prompt.keys().get(i).copied())
         })
     }
 }
@@ -209,10 +209,10 @@ impl Worker {
         self.stats.already_there += result.already_there.saturating_sub(before) as u64;
         // The policy refuses the last chunks of a store, so the stored ones are those before them.
         let unwanted = result.shed(ShedCause::Policy);
-        if shed == unwanted && result.stored > 0 {
-            let mut chunks: Vec<_> = saving.chunks().collect();
-            chunks.truncate(chunks.len().saturating_sub(unwanted));
-            self.stored(chunks);
+        if self.options.events && shed == unwanted && result.stored > 0 {
+            let mut keys: Vec<_> = saving.keys().map(|key| key.0).collect();
+            keys.truncate(keys.len().saturating_sub(unwanted));
+            self.report.stored.extend(keys);
         }
     }
 

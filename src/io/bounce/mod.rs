@@ -116,12 +116,13 @@ impl Bounce {
             watching_until: None,
             watched: true,
         };
+        let parts = Arc::new(spec.stats.of_pieces());
         let shared = Arc::new_cyclic(|me: &Weak<BounceShared>| BounceShared {
             frame: DoorFrame::new(spec, state),
             host,
             mover,
             memory: BounceMemory::new(pinned, Weak::clone(me)),
-            parts: Arc::default(),
+            parts,
             watch: Condvar::new(),
             me: Weak::clone(me),
         });

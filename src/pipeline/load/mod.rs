@@ -26,6 +26,7 @@ use crate::paged::ChunkPlans;
 mod pump;
 mod run;
 mod state;
+mod window;
 
 pub(super) use pump::LoadPump;
 use state::LoadState;

@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::state::{ChunkMemory, MEMORY_AHEAD, ReadStep};
+use super::window::LoadWindow;
 use super::{Load, LoadChunk, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, SlotPieces, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
@@ -83,16 +84,21 @@ struct Turns {
     /// A slot of staging that was taken and not used, for the next read or wipe.
     spare: Option<Buf>,
     drives: BTreeMap<usize, DriveReads>,
+    /// The sizes of their windows, and how many slots of staging they share; one drive has no
+    /// such limit.
+    window: [usize; 2],
+    slots: usize,
     /// The drive that had the last turn.
     last: usize,
 }
 
 /// The reads of a drive.
-#[derive(Default)]
 struct DriveReads {
     /// Loads whose next read is from it.
     queue: VecDeque<Arc<LoadInner>>,
-    /// Bytes of those that were submitted and have not ended.
+    window: LoadWindow,
+    /// Reads that were submitted and have not ended, and their bytes.
+    reads: usize,
     bytes: usize,
     /// None is submitted, because the queue was full or the host had no memory; until one ends or
     /// [`RETRY`] has passed.
@@ -100,20 +106,28 @@ struct DriveReads {
 }
 
 impl DriveReads {
-    fn takes_none(&self, window_bytes: usize) -> bool {
-        self.blocked || (self.bytes > 0 && self.bytes >= window_bytes)
+    fn new(window: [usize; 2]) -> Self {
+        Self { queue: VecDeque::new(), window: LoadWindow::new(window), reads: 0, bytes: 0, blocked: false }
+    }
+
+    /// Whether it gets no read now. Of several drives none has more reads than there is staging
+    /// for beside all reads, so one that hangs does not take all of it.
+    fn takes_none(&self, free: usize) -> bool {
+        self.blocked || self.reads >= free || (self.bytes > 0 && self.bytes >= self.window.bytes())
     }
 }
 
 impl Turns {
     fn drive(&mut self, drive: usize) -> &mut DriveReads {
-        self.drives.entry(drive).or_default()
+        let window = self.window;
+        self.drives.entry(drive).or_insert_with(|| DriveReads::new(window))
     }
 
     /// The drive whose turn it is, of those that have loads and take reads.
-    fn next_drive(&self, window_bytes: usize) -> Option<usize> {
+    fn next_drive(&self) -> Option<usize> {
+        let free = self.slots.saturating_sub(self.drives.values().map(|reads| reads.reads).sum());
         let in_turn = self.drives.range(self.last + 1..).chain(self.drives.range(..=self.last));
-        let mut ready = in_turn.filter(|(_, reads)| !reads.queue.is_empty() && !reads.takes_none(window_bytes));
+        let mut ready = in_turn.filter(|(_, reads)| !reads.queue.is_empty() && !reads.takes_none(free));
         ready.next().map(|(drive, _)| *drive)
     }
 
@@ -140,26 +154,33 @@ pub(super) struct ReadShare {
 
 impl ReadShare {
     fn new(pump: &Arc<LoadPump>, drive: usize, bytes: usize) -> Self {
-        pump.turns.lock().drive(drive).bytes += bytes;
+        let mut turns = pump.turns.lock();
+        let reads = turns.drive(drive);
+        reads.reads += 1;
+        reads.bytes += bytes;
+        drop(turns);
         Self { pump: Arc::clone(pump), drive, bytes, is_over: AtomicBool::new(false) }
     }
 
-    /// The drive has read, or has not begun to. `false` where that was told before.
-    pub(super) fn end(&self) -> bool {
+    /// The drive has read, well or not, or has not begun to. `false` where that was told before.
+    pub(super) fn end(&self, well: bool) -> bool {
         if self.is_over.swap(true, Ordering::AcqRel) {
             return false;
         }
         let mut turns = self.pump.turns.lock();
         let reads = turns.drive(self.drive);
+        reads.reads -= 1;
         reads.bytes -= self.bytes;
         reads.blocked = false;
+        let others_wait = well && !reads.queue.is_empty();
+        reads.window.read_ended(if well { self.bytes } else { 0 }, others_wait, Instant::now());
         true
     }
 }
 
 impl Drop for ReadShare {
     fn drop(&mut self) {
-        if self.end() {
+        if self.end(false) {
             self.pump.kick();
         }
     }
@@ -180,6 +201,7 @@ impl LoadPump {
         stats: Arc<PipelineStats>,
         on_finished: FinishedHook,
     ) -> Result<Arc<Self>> {
+        let slots = if options.drives > 1 { options.load_pool.slots() } else { usize::MAX };
         let pump = Arc::new(Self {
             options: options.clone(),
             stats,
@@ -189,7 +211,7 @@ impl LoadPump {
             pid: std::process::id(),
             landed: AtomicU64::new(0),
             kicks: AtomicUsize::new(0),
-            turns: Mutex::default(),
+            turns: Mutex::new(Turns { window: options.window_bytes, slots, ..Turns::default() }),
             watch: Mutex::new(Watch { active: Vec::new(), retry: false, closed: false }),
             watch_changed: Condvar::new(),
             watcher: Mutex::new(None),
@@ -367,7 +389,7 @@ impl LoadPump {
         let Some((source, request)) = load.request(&step, buf, (slot, Arc::clone(&share))) else { return true };
         load.reads.fetch_add(1, Ordering::AcqRel);
         let Err(Rejected { request, error }) = source.submit(request) else { return true };
-        share.end();
+        share.end(false);
         load.reads.fetch_sub(1, Ordering::AcqRel);
         let Request { buf, .. } = *request;
         if error.kind() == ErrorKind::Busy {
@@ -475,7 +497,7 @@ impl LoadPump {
     fn next(&self) -> Option<NextRead> {
         loop {
             let mut turns = self.turns.lock();
-            let Some(drive) = turns.next_drive(self.options.window_bytes) else {
+            let Some(drive) = turns.next_drive() else {
                 let is_idle = turns.drives.values().all(|reads| reads.queue.is_empty());
                 let spare = if is_idle { turns.spare.take() } else { None };
                 drop(turns);

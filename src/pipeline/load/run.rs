@@ -37,7 +37,7 @@ impl LoadInner {
         let done = Box::new(move |completion: Completion| {
             // Memory that does not come back is still the drive's.
             if completion.buf.is_some() || completion.result.is_ok() {
-                share.end();
+                share.end(completion.result.is_ok());
             }
             drop(share);
             load.read_done((own_step, own_source), completion, slot);

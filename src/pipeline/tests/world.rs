@@ -129,7 +129,7 @@ impl World {
             group_bytes: EXTENT,
             whole_group_bytes: EXTENT,
             drives: 1,
-            window_bytes: 1 << 30,
+            window_bytes: [1 << 30; 2],
             prefetch_bytes: 2 * EXTENT,
             max_stores: 8,
             max_store_bytes: 1 << 30,

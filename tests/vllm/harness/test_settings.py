@@ -15,7 +15,9 @@ from forebay.vllm.connector import ForebayConnector
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.settings import read
 from huggingface_hub import ResolvedRevision
+from vllm.config import KVTransferConfig, PoolerConfig, set_current_vllm_config
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -78,8 +80,8 @@ def test_another_model_that_drafts_is_another_namespace(tmp_path: Path) -> None:
     names = ("model_config", "cache_config", "load_config", "device_config", "parallel_config", "attention_config")
     parts = {name: getattr(config, name) for name in names}
 
-    def of(model: str | None) -> str:
-        like = {"revision": None, "quantization": None, "dtype": "bfloat16", "hf_config": config.model_config.hf_config}
+    def of(model: str | None, hf_config: Any = config.model_config.hf_config) -> str:
+        like = {"revision": None, "quantization": None, "dtype": "bfloat16", "hf_config": hf_config}
         speculative = None if model is None else SimpleNamespace(draft_model_config=SimpleNamespace(model=model, **like))
         server: Any = SimpleNamespace(**parts, speculative_config=speculative)
         return identity.fingerprint(server, "")
@@ -91,7 +93,10 @@ def test_another_model_that_drafts_is_another_namespace(tmp_path: Path) -> None:
         (drafts / "model.safetensors").write_bytes(weights * 100)
         found.append(of(str(drafts)))
     assert len(set(found)) == 3
-    assert of(config.model_config.model) == found[0], "its own files, as for n-grams and layers that predict more tokens"
+    own = config.model_config.model
+    assert of(own) == found[0], "its own files, as for n-grams"
+    kept = [of(own, SimpleNamespace(to_dict=lambda at=at: {"eagle_aux_hidden_state_layer_ids": at})) for at in ([2, 18], [1, 2])]
+    assert len({found[0], *kept}) == 3, "the layers whose hidden states are kept"
 
 
 def test_what_else_the_kv_depends_on_is_another_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,16 +280,72 @@ def test_a_function_that_fails_is_told_once_and_not_in_every_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheConnectorV1Dynamic", "FlexKVConnectorV1"])
-def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str) -> None:
     def siblings(other: str) -> None:
         children = [{"kv_connector": other}, {"kv_connector": "ForebayConnector"}]
         multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
-        monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: SimpleNamespace(kv_transfer_config=multi))
-        checks.siblings(SimpleNamespace(kv_transfer_config=SimpleNamespace()))  # type: ignore[arg-type]
+        # As in MultiConnector's constructor.
+        vllm_config = SimpleNamespace(kv_transfer_config=multi)
+        checks.siblings()
+        del vllm_config
 
     siblings("NixlConnector")
     with pytest.raises(Unsupported, match=f"MultiConnector with {name} beside ForebayConnector"):
         siblings(name)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_inside_multiconnector_scheduler_and_workers_decide_alike_about_layerwise_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    # vLLM sets its current configuration around the constructors of workers, and not around the scheduler's.
+    decided, decide = [], checks.layerwise
+
+    def noted(*args: Any) -> Any:
+        decided.append(decide(*args))
+        return decided[-1]
+
+    monkeypatch.setattr(checks, "layerwise", noted)
+    shape = Shape(asynchronous=asynchronous, prefix_caching=False, settings={"use_layerwise": "auto"})
+    config = vllm_config(shape, tmp_path)
+    ours = config.kv_transfer_config
+    assert ours is not None
+    child = {name: getattr(ours, name) for name in ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")}
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [child]},
+    )
+    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, _kv(shape, 0)).shutdown()
+    with set_current_vllm_config(config):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, _kv(shape, 0)).shutdown()
+    assert [settings.layerwise for settings in decided] == [not asynchronous] * 2
+
+
+def test_a_load_within_a_step_is_refused_by_a_worker_that_does_not_wait_for_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(tmp_path)
+    decide, is_scheduler = checks.layerwise, iter([True])
+    # As where the processes of one server were given other settings.
+    monkeypatch.setattr(checks, "layerwise", lambda *args: decide(*args) if next(is_scheduler, False) else args[2].whole())
+    within = {"use_layerwise": True}
+    server = Server(Shape(asynchronous=False, prefix_caching=False, policy="recompute", settings=PATIENT | within), tmp_path)
+    server.ask("a", PROMPT, 4)
+    server.drain()
+    server.check_outputs()
+    assert server.loaded_tokens == 0
+    server.close()
+
+
+@pytest.mark.parametrize("pools", ["MEAN", "LAST"])
+def test_pooling_that_needs_every_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: str) -> None:
+    config = vllm_config(Shape(), tmp_path)
+    monkeypatch.setattr(config.model_config, "pooler_config", PoolerConfig(seq_pooling_type=pools, tok_pooling_type="ALL"))
+    if pools == "LAST":
+        checks.pooling(config)
+        return
+    with pytest.raises(Unsupported, match="MEAN"):
+        checks.pooling(config)
 
 
 def test_sleep_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
