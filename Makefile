@@ -106,7 +106,7 @@ miri:
 SANITIZE = $(CARGO) +nightly nextest run --locked --target x86_64-unknown-linux-gnu -p forebay --lib --no-fail-fast
 sanitize:
 	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0 $(SANITIZE) --target-dir target/asan --test 'io_*' --test 'paged_*' --test 'cuda_*' \
-		--test 'engine_*' --test 'objects_*' --test 'connector_*' --test format_v2 -E 'not test(ends_the_process_as_ever)'
+		--test 'engine_*' --test 'objects_*' --test 'connector_*' --test format_v3 -E 'not test(ends_the_process_as_ever)'
 	RUSTFLAGS=-Zsanitizer=thread $(SANITIZE) --target-dir target/tsan -Zbuild-std --test 'paged_*' --test engine_roundtrip --test engine_faults \
 		--test 'objects_*' --test 'connector_*' -E 'not test(ends_the_process_as_ever) - test(lose_a_mapping_at_once)'
 

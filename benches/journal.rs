@@ -34,13 +34,26 @@ fn key(n: u64) -> ChunkKey {
 fn pages(c: &mut Criterion) {
     let records: Vec<Record> = (0..RECORDS_PER_PAGE as u64).map(record).collect();
     let page = encode(1, &[7; 16], &records);
-    let region: Vec<u8> = (0..10_000).flat_map(|n| record(n).encode()).collect();
+    let records_in_region: Vec<Record> = (0..10_000).map(record).collect();
+    let header = RegionHeader {
+        lane: [7; 16],
+        segment: 0,
+        epoch: 0,
+        state: RegionState::Sealed,
+        count: 10_000,
+        min_sequence: 0,
+        max_sequence: 9_999,
+        sealed_ms: 1,
+        records_sum: 0,
+    };
+    let region = encode_region(&header, 0, &records_in_region);
+    let header = RegionHeader::decode(&region).unwrap().unwrap();
     let mut group = c.benchmark_group("journal");
     group.throughput(Throughput::Elements(RECORDS_PER_PAGE as u64));
     group.bench_function("encode_page", |b| b.iter(|| encode(1, &[7; 16], black_box(&records))));
     group.bench_function("decode_page", |b| b.iter(|| decode(black_box(&page)).unwrap()));
     group.throughput(Throughput::Elements(10_000));
-    group.bench_function("decode_region", |b| b.iter(|| decode_records(black_box(&region), 10_000)));
+    group.bench_function("decode_region", |b| b.iter(|| decode_records(black_box(&region[4096..]), &header)));
     group.finish();
 }
 
@@ -76,6 +89,7 @@ fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
             min_sequence: records[0].sequence,
             max_sequence: records[records.len() - 1].sequence,
             sealed_ms: 1,
+            records_sum: 0,
         };
         let offset = superblock.regions_offset + segment as u64 * superblock.region_bytes;
         index.write_all_at(&encode_region(&header, gone_pages, &records), offset).unwrap();

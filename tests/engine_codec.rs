@@ -236,6 +236,8 @@ fn a_flipped_bit_anywhere_in_a_coded_slot_is_a_miss_and_leaves_zeros() {
         close(engine);
         std::fs::write(&file, &good).unwrap();
         std::fs::write(&index, &good_index).unwrap();
+        // What is there again was removed.
+        std::fs::remove_file(file.with_file_name("table.shm")).unwrap_or_default();
     }
     assert!(seen[1] > 0, "no layer was wiped");
 }

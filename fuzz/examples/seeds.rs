@@ -86,6 +86,7 @@ fn pages() -> Result<()> {
         min_sequence: 1 << 40,
         max_sequence: 1 << 40 | 2,
         sealed_ms: 1_700_000_000_000,
+        records_sum: 0,
     };
     save("sealed_table", "three", &sealed::encode_region(&header, 0, &records()))?;
     save("sealed_table", "free", &RegionHeader { state: RegionState::Free, count: 0, ..header }.encode())?;

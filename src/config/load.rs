@@ -223,7 +223,7 @@ impl Loader {
 
     fn unreadable(&self, path: &Path, e: std::io::Error) -> Error {
         Error::io("cannot read the settings file", e).at(path).advice(match self.file {
-            Some(_) => "correct the path, or name no settings file",
+            Some(_) => "correct the path in config_file, or in the option that names the file, or name none",
             None => "correct FOREBAY_CONFIG_FILE or LMCACHE_CONFIG_FILE, or unset it",
         })
     }

@@ -137,9 +137,9 @@ pub(super) fn opening(
     geometry: &Geometry,
     (pipeline, is_loading): (&PipelineOptions, IsLoading),
 ) -> Result<Arc<Opening>> {
-    let (on_failure, every) = (options.settings.on_open_failure, options.reopen_every);
-    let (options, geometry, pipeline) = (options.clone(), geometry.clone(), pipeline.clone());
-    Opening::start(Box::new(move || open_log(&options, &geometry, (&pipeline, &is_loading))), on_failure, every)
+    let (of, geometry, pipeline) = (options.clone(), geometry.clone(), pipeline.clone());
+    let open = move || open_log(&of, &geometry, (&pipeline, &is_loading));
+    Opening::start(Box::new(open), &options.settings, options.reopen_every)
 }
 
 /// Gives the drives' queues the staging memory to register: with the kernel, or, where it lies on

@@ -1,4 +1,4 @@
-//! The bytes on disk, version 2: pure encoders and decoders, no I/O and no clock.
+//! The bytes on disk, version 3: pure encoders and decoders, no I/O and no clock.
 //!
 //! Integers are little-endian and of fixed width, at explicit offsets; `docs/format.md` lists them
 //! byte by byte. Decoders are total: any bytes give a `Result`, never a panic. Every structure
@@ -27,7 +27,7 @@ use crate::error::{Error, ErrorKind};
 pub const PAGE_BYTES: usize = 4096;
 
 /// Major version of the format; another one is refused.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Feature bits a writer must know; an unknown one makes the lane read-only.
 pub const RO_COMPAT_KNOWN: u32 = 0;

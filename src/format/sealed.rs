@@ -40,6 +40,10 @@ pub struct RegionHeader {
     pub max_sequence: u64,
     /// Unix milliseconds at which the segment was sealed.
     pub sealed_ms: u64,
+    /// Sum of the records' CRCs; [`encode_region`] computes it. A seal that failed is tried again,
+    /// without the records of slots that went meanwhile: a crash may keep the first page of one
+    /// try, and records of another.
+    pub records_sum: u64,
 }
 
 impl RegionHeader {
@@ -56,6 +60,7 @@ impl RegionHeader {
         le::put_u64(&mut b, 48, self.min_sequence);
         le::put_u64(&mut b, 56, self.max_sequence);
         le::put_u64(&mut b, 64, self.sealed_ms);
+        le::put_u64(&mut b, 72, self.records_sum);
         let sum = crc_with_hole(&b, CRC_AT);
         le::put_u32(&mut b, CRC_AT, sum);
         b
@@ -87,6 +92,7 @@ impl RegionHeader {
             min_sequence: le::get_u64(b, 48),
             max_sequence: le::get_u64(b, 56),
             sealed_ms: le::get_u64(b, 64),
+            records_sum: le::get_u64(b, 72),
         }))
     }
 }
@@ -95,12 +101,17 @@ impl RegionHeader {
 /// padded to pages.
 #[must_use]
 pub fn encode_region(header: &RegionHeader, gone_pages: usize, records: &[Record]) -> Vec<u8> {
-    let mut bytes = header.encode();
-    bytes.resize(PAGE_BYTES * (1 + gone_pages), 0);
-    bytes.reserve(records.len() * RECORD_BYTES);
+    let records_at = PAGE_BYTES * (1 + gone_pages);
+    let mut bytes = Vec::with_capacity((records_at + records.len() * RECORD_BYTES).next_multiple_of(PAGE_BYTES));
+    bytes.resize(records_at, 0);
+    let mut records_sum = 0;
     for record in records {
-        bytes.extend_from_slice(&record.encode());
+        let record = record.encode();
+        records_sum += u64::from(crc_of(&record));
+        bytes.extend_from_slice(&record);
     }
+    let first = RegionHeader { records_sum, ..*header }.encode();
+    le::put_bytes(&mut bytes, 0, &first);
     bytes.resize(bytes.len().next_multiple_of(PAGE_BYTES), 0);
     bytes
 }
@@ -199,12 +210,48 @@ impl GonePage {
     }
 }
 
-/// The intact records among the bytes from [`RegionLayout::records_at`] on, and how many of `count`
-/// were damaged or missing.
+/// Reads a region's records, in any number of parts.
+#[derive(Clone, Copy, Debug)]
+pub struct RecordsReader {
+    segment: u32,
+    epoch: u32,
+    sum: u64,
+}
+
+impl RecordsReader {
+    /// For the records of a region with this first page.
+    #[must_use]
+    pub const fn new(header: &RegionHeader) -> Self {
+        Self { segment: header.segment, epoch: header.epoch, sum: header.records_sum }
+    }
+
+    /// The next record; `None` where it is damaged, or of another use of the segment.
+    pub fn next(&mut self, bytes: &[u8]) -> Option<Record> {
+        let record = Record::decode(bytes).ok().filter(|r| (r.segment, r.epoch) == (self.segment, self.epoch))?;
+        self.sum = self.sum.wrapping_sub(u64::from(crc_of(bytes)));
+        Some(record)
+    }
+
+    /// Of intact records, all of the region's: whether they were written with its first page.
+    #[must_use]
+    pub const fn is_of_one_write(&self) -> bool {
+        self.sum == 0
+    }
+}
+
+/// The intact records among the bytes from [`RegionLayout::records_at`] on, and how many of the
+/// header's were damaged, missing, or of another use of the segment; at least one where they were
+/// not written with the header.
 #[must_use]
-pub fn decode_records(body: &[u8], count: u32) -> (Vec<Record>, u32) {
+pub fn decode_records(body: &[u8], header: &RegionHeader) -> (Vec<Record>, u32) {
+    let mut reader = RecordsReader::new(header);
     let records: Vec<Record> =
-        body.chunks_exact(RECORD_BYTES).take(count as usize).filter_map(|b| Record::decode(b).ok()).collect();
-    let damaged = count.saturating_sub(records.len() as u32);
-    (records, damaged)
+        body.chunks_exact(RECORD_BYTES).take(header.count as usize).filter_map(|b| reader.next(b)).collect();
+    let damaged = header.count.saturating_sub(records.len() as u32);
+    (records, damaged.max(u32::from(!reader.is_of_one_write())))
+}
+
+/// The CRC in a record's bytes.
+fn crc_of(record: &[u8]) -> u32 {
+    le::get_u32(record, 0)
 }

@@ -76,17 +76,23 @@ fn structures_come_back_as_they_were_written() {
     assert_eq!(Superblock::decode(&superblock(1).encode()).unwrap(), superblock(1));
     let region = RegionHeader {
         lane: [1; 16],
-        segment: 2,
-        epoch: 3,
+        segment: 4,
+        epoch: 5,
         state: RegionState::Sealed,
         count: records.len() as u32,
         min_sequence: 4,
         max_sequence: 5,
         sealed_ms: 6,
+        records_sum: 0,
     };
     let bytes = encode_region(&region, 2, &records);
-    assert_eq!(RegionHeader::decode(&bytes).unwrap(), Some(region));
-    assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], region.count), (records, 0));
+    let read = RegionHeader::decode(&bytes).unwrap().unwrap();
+    assert_eq!(RegionHeader { records_sum: 0, ..read }, region);
+    assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], &read), (records.clone(), 0));
+    // Sealed again without the first record, and torn.
+    let fewer = RegionHeader { count: read.count - 1, ..read };
+    let again = RegionHeader::decode(&encode_region(&fewer, 2, &records[1..])).unwrap().unwrap();
+    assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], &again), (records[..records.len() - 1].to_vec(), 1));
     assert!(bytes[PAGE_BYTES..3 * PAGE_BYTES].chunks(PAGE_BYTES).all(|page| GonePage::decode(page).is_none()));
     let slots: Vec<u32> = (0..GONE_PER_PAGE as u32).map(|n| n * 3).collect();
     let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: 3, slots };
@@ -218,7 +224,8 @@ proptest! {
             if keep_magic && bytes.len() >= 8 { bytes[..8].copy_from_slice(magic); }
             let _ = (SlotHeader::decode(&bytes), Superblock::decode(&bytes), journal::decode(&bytes));
             let _ = (RegionHeader::decode(&bytes), BudgetPage::decode(&bytes), Record::decode(&bytes));
-            let _ = (decode_records(&bytes, u32::MAX), GonePage::decode(&bytes), Floors::decode(&bytes));
+            let any = RegionHeader { lane: [0; 16], segment: 2, epoch: 3, state: RegionState::Sealed, count: u32::MAX, min_sequence: 0, max_sequence: 0, sealed_ms: 0, records_sum: 0 };
+            let _ = (decode_records(&bytes, &any), GonePage::decode(&bytes), Floors::decode(&bytes));
         }
     }
 }

@@ -97,12 +97,12 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let load_pool = pool(&settings, settings.staging, "staging")?;
     let store_pool = pool(&settings, settings.store_staging, "store_staging")?;
     let geometry = Arc::new(geometry(&options.namespace)?.with_fingerprint(settings.fingerprint.as_deref()));
-    let (on_failure, every) = (settings.on_open_failure, options.reopen_every);
+    let every = options.reopen_every;
     let pools = [Arc::clone(&load_pool), Arc::clone(&store_pool)];
     let registered: Arc<CallerRegions> = Arc::default();
     let later = Arc::clone(&registered);
     let open = move || open_log(&options, Arc::clone(&geometry), (&pools, &later));
-    let opening = Opening::start(Box::new(open), on_failure, every)?;
+    let opening = Opening::start(Box::new(open), &settings, every)?;
     let io_timeout = settings.io_timeout();
     let removal = RemovalThread::start(Arc::clone(&opening))?;
     let (workers, drives) = (settings.worker_threads(), settings.drives.len());

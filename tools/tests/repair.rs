@@ -109,7 +109,7 @@ fn stat_tells_of_a_cache_in_use() {
     assert_eq!(json["drives"][0]["namespaces"][0]["shards"][0]["lanes"][0]["leased_segments"], 1);
     drop(chunk);
     let text = forebay(dir.path(), &["stat", "."]).expect(0).stdout;
-    assert!(text.contains("format version 2") && text.contains("lane0"), "{text}");
+    assert!(text.contains("format version 3") && text.contains("lane0"), "{text}");
     let rows = forebay(dir.path(), &["ls", ".", "--age", "--json"]).expect(0).json();
     assert!(rows.as_array().unwrap().iter().all(|r| r["age_s"].as_u64().unwrap() < 1000), "{rows}");
     assert_eq!(stored(&log).len(), 19);
@@ -366,7 +366,7 @@ fn what_may_not_be_read_is_not_taken_for_an_empty_cache() {
 }
 
 /// The cache of format version 1 that the library's tests keep: `PATH length BYTES` and `PATH
-/// OFFSET HEX` (tests/format_v2.rs).
+/// OFFSET HEX` (tests/format_v3.rs).
 fn version_1(dir: &Path) {
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/format-v1/cache.txt");
     for line in std::fs::read_to_string(text).unwrap().lines() {

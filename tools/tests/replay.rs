@@ -223,6 +223,22 @@ fn every_policy_is_simulated_and_the_chart_shows_them() {
     }
     let run = forebay(dir.path(), &["replay", &trace, "--policy", "arc", "--engine", "real"]).expect(2);
     assert!(run.stderr.contains("lru"), "{}", run.stderr);
+    let unlimited = ["replay", &trace, "--capacity-tokens", "unlimited", "--chart", "none.svg"];
+    let run = forebay(dir.path(), &unlimited).expect(2);
+    assert!(run.stderr.contains("--capacity-tokens") && run.stdout.is_empty(), "{}", run.stderr);
+    assert!(!dir.path().join("none.svg").exists());
+}
+
+#[test]
+fn a_capacity_too_small_is_refused_with_what_to_do() {
+    let (dir, trace) = (folder(), excerpt());
+    let replay = |more: &[&str]| forebay(dir.path(), &[&["replay", &trace, "--limit", "20"][..], more].concat());
+    let error = replay(&["--capacity-tokens", "511"]).expect(2).stderr;
+    assert!(error.contains("512 tokens or more"), "{error}");
+    let run = replay(&["--engine", "real", "--capacity-tokens", "500k,16383"]).expect(2);
+    assert!(run.stderr.contains("16384") && run.stderr.contains("--engine sim"), "{}", run.stderr);
+    assert!(run.stdout.is_empty(), "no replay begins");
+    replay(&["--engine", "real", "--capacity-tokens", "16384"]).expect(0);
 }
 
 #[test]

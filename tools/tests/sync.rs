@@ -278,7 +278,7 @@ fn damage_is_not_moved_either_way_and_is_told() {
     let run = forebay(w.dir.path(), &["sync", "up", "a"]).expect(2);
     assert!(run.stderr.contains("no remote store is named"), "{}", run.stderr);
     let run = w.run("sync up a --config none.yaml").expect(1);
-    assert!(run.stderr.contains("correct the path, or name no"), "{}", run.stderr);
+    assert!(run.stderr.contains("correct the path in config_file"), "{}", run.stderr);
     for words in ["sync up a", "ls a"] {
         let run = w.run(&format!("{words} --remote bogus://x")).expect(2);
         assert!(run.stderr.contains("remote_url (set in the option --remote)"), "{}", run.stderr);

@@ -75,8 +75,8 @@ def pooling(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if model.pooler_config is not None and not model.is_prefix_caching_supported:
         raise Unsupported(
-            "a pooling model whose pooling needs every token of a prompt (MEAN, CLS, STEP): vLLM ends where a prefix was loaded; start "
-            "without Forebay"
+            "a pooling model for which vLLM caches no prefixes (MEAN, CLS or STEP pooling, attention that is not causal): it ends where one was "
+            "loaded; start without Forebay"
         )
 
 

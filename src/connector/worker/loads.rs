@@ -104,6 +104,12 @@ impl Worker {
 
     pub(super) fn start_load(&mut self, order: LoadOrder, stream: Option<Stream>) {
         self.stats.loads += 1;
+        let range = (order.computed, order.stop);
+        let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
+        let Some(prompt) = prompt else {
+            tracing::warn!(req_id = order.req_id, "a load of tokens or blocks that are not known here");
+            return self.refuse_load(&order);
+        };
         // Nobody would wait for its layers: the model would read blocks that are not filled yet.
         if !order.asynchronous && !self.options.layerwise {
             tracing::error!(
@@ -112,12 +118,6 @@ impl Worker {
             );
             return self.refuse_load(&order);
         }
-        let range = (order.computed, order.stop);
-        let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
-        let Some(prompt) = prompt else {
-            tracing::warn!(req_id = order.req_id, "a load of tokens or blocks that are not known here");
-            return self.refuse_load(&order);
-        };
         let slots = self.slots(&order.spans, range);
         let request = LoadRequest {
             tokens: Some(order.stop),

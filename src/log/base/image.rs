@@ -37,6 +37,7 @@ pub(in crate::log) fn write_index(file: &File, superblock: &Superblock, segments
             min_sequence: sequences().min().unwrap_or(0),
             max_sequence: sequences().max().unwrap_or(0),
             sealed_ms: segment.sealed_ms,
+            records_sum: 0,
         };
         let layout = RegionLayout::of(superblock.region_bytes);
         let bytes = encode_region(&header, layout.gone_pages, &segment.records);

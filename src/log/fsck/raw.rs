@@ -212,10 +212,7 @@ impl RawLane {
             // Recovery does not read a page that the file's end cuts off.
             let whole = (index_bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64).saturating_sub(at);
             let got = got.min(usize::try_from(whole).unwrap_or(usize::MAX));
-            let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), header.count);
-            let intact = records.len();
-            records.retain(|r| r.segment == n && r.epoch == header.epoch);
-            let damaged = damaged as usize + intact - records.len();
+            let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), &header);
             if damaged > 0 {
                 self.found(offset, format!("{damaged} of {} records of segment {n} are damaged", header.count));
             }

@@ -98,6 +98,7 @@ pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), r
         min_sequence: records.iter().map(|r| r.sequence).min().unwrap_or(0),
         max_sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
         sealed_ms: lane.ctx.options.clock.unix_ms(),
+        records_sum: 0,
     }
 }
 
@@ -166,13 +167,11 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     let count = header.count.min(layout.records as u32);
     let len = (count as usize * RECORD_BYTES).next_multiple_of(PAGE_BYTES);
     let body = lane.read(&lane.index, offset + layout.records_at() as u64, len)?;
-    let (records, damaged) = sealed::decode_records(body.as_slice(), count);
     // A crash may have kept the new first page and lost the rest: then the records behind it are
-    // intact, but of the segment's use before.
-    let foreign = records.iter().filter(|r| (r.segment, r.epoch) != (segment, epoch)).count() as u64;
-    let damaged = u64::from(damaged) + foreign;
+    // intact, but of the segment's use before, or of a try to seal it.
+    let (records, damaged) = sealed::decode_records(body.as_slice(), &RegionHeader { count, ..header });
     if damaged > 0 {
-        lane.ctx.counters.damaged_records.add(damaged);
+        lane.ctx.counters.damaged_records.add(u64::from(damaged));
         return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
             .at(lane.index.path())
             .offset(offset));

@@ -370,6 +370,7 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
         min_sequence: 0,
         max_sequence: 0,
         sealed_ms: lane.ctx.options.clock.unix_ms(),
+        records_sum: 0,
     };
     let doubts = lane.state()?.pending.doubts();
     lane.write(&lane.index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;

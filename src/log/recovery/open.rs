@@ -347,7 +347,7 @@ fn recover<'a>(
     if recovery.lacks_room() {
         // The lists of partial chunks take room too; how many there are is known only now. There is
         // no doing with less: a removal would not find what is left out.
-        let needed = entries + recovery.partials();
+        let needed = entries.max(found.records) + recovery.partials();
         drop(recovery);
         (recovery, found) = read(Reader::survey(index, data, sb)?, make(needed)?)?;
     }

@@ -22,7 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal;
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{Record, RecordKind};
-use crate::format::sealed::RegionState;
+use crate::format::sealed::{RecordsReader, RegionState};
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, crc};
@@ -54,6 +54,8 @@ pub struct ReadSegment {
     pub epoch: u32,
     /// Number of records in its region; 0 unless it is sealed.
     pub count: u32,
+    /// Reads them.
+    reader: Option<RecordsReader>,
     /// Least sequence of its records; 0 without records.
     pub min_sequence: u64,
     /// Greatest sequence of its records.
@@ -71,7 +73,7 @@ pub struct ReadSegment {
 impl ReadSegment {
     fn new(state: FoundState, epoch: u32) -> Self {
         let (gone, records) = (Vec::new(), Vec::new());
-        Self { state, epoch, count: 0, min_sequence: 0, max_sequence: 0, records, gone, settled: 0, damaged: false }
+        Self { state, epoch, count: 0, reader: None, min_sequence: 0, max_sequence: 0, records, gone, settled: 0, damaged: false }
     }
 
     fn measure(&mut self) {
@@ -177,6 +179,7 @@ impl<'a> Reader<'a> {
             let found = match judged? {
                 Judged::Header(h, gone) if h.state == RegionState::Sealed => ReadSegment {
                     count: h.count.min(capacity),
+                    reader: Some(RecordsReader::new(&h)),
                     gone: gone.slots,
                     settled: gone.settled,
                     min_sequence: h.min_sequence,
@@ -361,9 +364,9 @@ impl<'a> Reader<'a> {
         let sealed = (0u32..).zip(&self.found.segments).filter(|(_, s)| s.state == FoundState::Sealed && s.count > 0);
         let read = |(number, s): (u32, &ReadSegment)| {
             let gone = s.gone.iter().copied().collect();
-            RegionRead { number, epoch: s.epoch, count: s.count, gone }
+            Some(RegionRead { number, count: s.count, reader: s.reader?, gone })
         };
-        sealed.map(read).collect()
+        sealed.filter_map(read).collect()
     }
 
     /// Gives the records of the sealed table; the segments that have damaged ones.

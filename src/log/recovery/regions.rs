@@ -6,7 +6,7 @@ use super::ahead::{self, Give};
 use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::record::{RECORD_BYTES, Record};
-use crate::format::sealed::{GonePage, RegionHeader, RegionLayout};
+use crate::format::sealed::{GonePage, RecordsReader, RegionHeader, RegionLayout};
 use crate::format::superblock::Superblock;
 use crate::io::{AlignedBuf, DirectFile};
 
@@ -16,10 +16,10 @@ const AT_ONCE: usize = 1024;
 /// A region to be read.
 #[derive(Clone, Debug)]
 pub(super) struct RegionRead {
-    /// Its segment, and the epoch and number of its records.
+    /// Its segment, and the number of its records.
     pub(super) number: u32,
-    pub(super) epoch: u32,
     pub(super) count: u32,
+    pub(super) reader: RecordsReader,
     /// First pages of slots that are gone.
     pub(super) gone: HashSet<u32>,
 }
@@ -47,7 +47,8 @@ pub(super) struct RegionPiece {
     pub(super) records: Vec<Record>,
     /// Greatest sequence of an intact record.
     pub(super) max_sequence: u64,
-    /// Number of records that are damaged, missing or of another use of the segment.
+    /// Number of records that are damaged, missing, of another use of the segment or of another try
+    /// to seal it.
     pub(super) damaged: u64,
     /// Number of intact records whose slots lie beyond the end of data.kv or of their segment, in
     /// part or as a whole.
@@ -137,7 +138,7 @@ impl Regions<'_> {
 
     fn read(&self, region: &RegionRead, buf: &mut AlignedBuf, give: Give<'_, RegionPiece>) -> Result<()> {
         let sb = self.superblock;
-        let (number, epoch) = (region.number, region.epoch);
+        let (number, mut reader) = (region.number, region.reader);
         let records_at = RegionLayout::of(sb.region_bytes).records_at() as u64;
         let mut at = sb.regions_offset + u64::from(number) * sb.region_bytes + records_at;
         let mut left = region.count as usize;
@@ -155,9 +156,7 @@ impl Regions<'_> {
                 let mut piece = RegionPiece { segment: number, records, ..RegionPiece::default() };
                 piece.damaged = count as u64;
                 for bytes in some.chunks_exact(RECORD_BYTES) {
-                    if let Ok(r) = Record::decode(bytes)
-                        && (r.segment, r.epoch) == (number, epoch)
-                    {
+                    if let Some(r) = reader.next(bytes) {
                         piece.damaged -= 1;
                         if region.gone.is_empty() || !region.gone.contains(&r.page) {
                             piece.add(r, self.place_of(&r));
@@ -167,8 +166,9 @@ impl Regions<'_> {
                 give(piece)?;
             }
         }
-        if left > 0 {
-            give(RegionPiece { segment: number, damaged: left as u64, ..RegionPiece::default() })?;
+        let others = left.max(usize::from(!reader.is_of_one_write())) as u64;
+        if others > 0 {
+            give(RegionPiece { segment: number, damaged: others, ..RegionPiece::default() })?;
         }
         Ok(())
     }

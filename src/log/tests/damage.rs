@@ -12,6 +12,7 @@ use super::support::*;
 use crate::error::ErrorKind;
 use crate::format::{PAGE_BYTES, journal};
 use crate::format::record::{RECORD_BYTES, Record};
+use crate::format::sealed::{RegionHeader, RegionLayout, decode_records, encode_region};
 use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
 use crate::index::{Mark, Reclaim};
@@ -251,6 +252,37 @@ fn all_slots_are_found_where_the_regions_of_all_segments_are_damaged() {
     log.remove(&(0..STORED).map(key).collect::<Vec<_>>()).unwrap();
     let log = crash(log);
     assert!((0..STORED).all(|n| !has(&log, n)), "a removal has found them all");
+}
+
+/// A seal whose flush fails is tried again, without what was removed meanwhile; of the second try a
+/// crash keeps the first page alone.
+#[test]
+fn a_region_that_is_torn_between_two_tries_to_seal_loses_nothing() {
+    let dir = temp();
+    let log = open(dir.path());
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let segment = log.locate(&key(0), PIN).unwrap().segment;
+    log.remove(&[key(1)]).unwrap();
+    log.close(soon()).unwrap();
+    drop(log);
+    let path = lane_file(dir.path(), "index.kv");
+    let index = DirectFile::open(&path, FileOptions::read_only().buffered()).unwrap();
+    let superblock = recover::superblock(&index).unwrap();
+    let region = superblock.regions_offset + u64::from(segment) * superblock.region_bytes;
+    let mut bytes = vec![0; superblock.region_bytes as usize];
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let _ = file.read_at(&mut bytes, region).unwrap();
+    let (at, header) = (RegionLayout::of(superblock.region_bytes), RegionHeader::decode(&bytes).unwrap().unwrap());
+    let (mut records, damaged) = decode_records(&bytes[at.records_at()..], &header);
+    assert_eq!((records.len(), damaged), (5, 0));
+    records.retain(|record| record.key != key(1));
+    let again = encode_region(&RegionHeader { count: 4, ..header }, at.gone_pages, &records);
+    file.write_all_at(&again[..PAGE_BYTES], region).unwrap();
+    file.sync_all().unwrap();
+    let log = open(dir.path());
+    assert!(log.stats().damaged_records > 0, "it is noticed");
+    assert_eq!((0..5).filter(|n| has(&log, *n)).collect::<Vec<_>>(), [0, 2, 3, 4]);
 }
 
 /// The journal still has pages with records of the segment's use before; those of its current use

@@ -361,6 +361,34 @@ impl Load {
         Poll::Pending
     }
 
+    /// Takes a layer back that [`Load::poll_layer`] gave to somebody who did not use it: it is the
+    /// next one again.
+    pub fn give_back(&self, layer: usize) {
+        let mut state = self.inner.state.lock();
+        state.given = state.given.min(layer);
+        if let Some(waker) = state.waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// What waits, for callers without a stream, until a layer that is ready is in an accelerator's
+    /// memory. It does not keep the load.
+    pub fn landing(&self, layer: usize) -> impl Fn() + Send + Sync + use<> {
+        let fences = self.inner.state.lock().fences(layer);
+        move || fences.iter().for_each(Fence::wait)
+    }
+
+    /// What the load achieved, once it has finished, for callers that share the handle: only the
+    /// waker that came last is woken.
+    pub fn poll_result(&self, cx: &Context<'_>) -> Poll<LoadResult> {
+        let mut state = self.inner.state.lock();
+        if state.finished {
+            return Poll::Ready(state.result().clone());
+        }
+        state.end_waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
     /// What stores of KV computed from this load depend on.
     #[must_use]
     pub fn ticket(&self) -> LoadTicket {

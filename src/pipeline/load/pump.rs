@@ -172,8 +172,11 @@ impl ReadShare {
         reads.reads -= 1;
         reads.bytes -= self.bytes;
         reads.blocked = false;
-        let others_wait = well && !reads.queue.is_empty();
-        reads.window.read_ended(if well { self.bytes } else { 0 }, others_wait, Instant::now());
+        if well {
+            reads.window.read_ended(self.bytes, !reads.queue.is_empty(), Instant::now());
+        } else {
+            reads.window.read_failed();
+        }
         true
     }
 }

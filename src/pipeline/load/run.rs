@@ -12,6 +12,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::LoadInner;
@@ -377,7 +378,7 @@ impl LoadInner {
     }
 
     fn update_by(self: &Arc<Self>, change: &mut dyn FnMut(&mut LoadState)) {
-        let (waker, moved, finished, wipes, frames) = {
+        let (wakers, moved, finished, wipes, frames) = {
             let mut state = self.state.lock();
             let before = state.finished;
             change(&mut state);
@@ -388,7 +389,9 @@ impl LoadInner {
                 state.took = Some(took);
                 self.pump.count(state.result(), took);
             }
-            (if moved { state.waker.take() } else { None }, moved, finished, state.take_wipes(), state.take_frames())
+            let layer = if moved { state.waker.take() } else { None };
+            let end = if finished { state.end_waker.take() } else { None };
+            ([layer, end], moved, finished, state.take_wipes(), state.take_frames())
         };
         drop(frames);
         let to_wipe = wipes.len();
@@ -399,9 +402,7 @@ impl LoadInner {
             return;
         }
         self.changed.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        wakers.into_iter().flatten().for_each(Waker::wake);
         if finished {
             let chunks = std::mem::take(&mut *self.chunks.lock());
             drop(chunks);

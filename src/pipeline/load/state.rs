@@ -152,7 +152,10 @@ pub(super) struct LoadState {
     pub(super) finished: bool,
     /// How long it took, once it has finished.
     pub(super) took: Option<Duration>,
+    /// Of who waits for the next layer.
     pub(super) waker: Option<Waker>,
+    /// Of who waits for the result.
+    pub(super) end_waker: Option<Waker>,
     /// Next layer that the stream gives.
     pub(super) given: usize,
 }
@@ -208,6 +211,7 @@ impl LoadState {
             finished: false,
             took: None,
             waker: None,
+            end_waker: None,
             given: 0,
         };
         for chunk in &state.chunks {

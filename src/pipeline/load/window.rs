@@ -36,7 +36,7 @@ impl LoadWindow {
         self.sizes[self.current]
     }
 
-    /// A read of `bytes` has ended, and others wait for the drive or not.
+    /// A read of `bytes` has ended well, and others wait for the drive or not.
     pub(super) fn read_ended(&mut self, bytes: usize, others_wait: bool, now: Instant) {
         if let Some(since) = self.busy_since {
             self.bytes += bytes;
@@ -46,6 +46,11 @@ impl LoadWindow {
         if self.bytes >= MEASURED_BYTES {
             self.take_rate();
         }
+    }
+
+    /// A read has failed, or taken too long: neither is the size's doing.
+    pub(super) fn read_failed(&mut self) {
+        (self.bytes, self.time, self.busy_since) = (0, Duration::ZERO, None);
     }
 
     fn take_rate(&mut self) {
@@ -95,9 +100,12 @@ mod tests {
         let (mut window, mut now) = (LoadWindow::new(SIZES), Instant::now());
         share(&mut window, &mut now, SIZES[0]);
         for _ in 0..1000 {
-            for n in 0..4 {
+            // As long as a hang.
+            now += Duration::from_secs(10);
+            window.read_failed();
+            for n in 0..40 {
                 now += Duration::from_micros(if window.bytes() == SIZES[0] { 400 } else { 500 });
-                window.read_ended(1 << 20, n < 3, now);
+                window.read_ended(1 << 20, n < 39, now);
             }
             // The larger the gap, the slower the size in use would seem.
             now += Duration::from_millis(if window.bytes() == SIZES[0] { 50 } else { 0 });

@@ -60,6 +60,21 @@ fn the_stream_gives_every_layer_in_order() {
 }
 
 #[test]
+fn the_result_can_be_polled_beside_the_layers_and_a_layer_given_back() {
+    let w = World::new(3, 4);
+    let (slots, _) = w.stored(3);
+    let to = w.kv(3);
+    let load = w.load(&to, &slots);
+    let result = futures_executor::block_on(std::future::poll_fn(|cx| load.poll_result(cx)));
+    assert_eq!((result.tokens, load.is_finished()), (3 * T, true));
+    let next = || futures_executor::block_on(std::future::poll_fn(|cx| load.poll_layer(cx)));
+    let ready = next().unwrap();
+    load.give_back(ready.layer);
+    assert_eq!(next(), Some(ready));
+    assert_eq!(std::iter::from_fn(next).count(), LAYERS - 1);
+}
+
+#[test]
 fn reads_are_submitted_layer_by_layer_over_all_chunks() {
     let w = World::new(64, 8);
     let (slots, _) = w.stored(3);

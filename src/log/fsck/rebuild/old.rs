@@ -116,10 +116,8 @@ impl OldIndex {
         let mut body = vec![0; count as usize * RECORD_BYTES];
         let at = RegionLayout::of(sb.region_bytes).records_at() as u64;
         let got = read_up_to(file, &mut body, offset + at)?;
-        let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), count);
-        let is_its = |r: &Record| (r.segment, r.epoch) == (header.segment, header.epoch);
-        let whole = damaged == 0 && records.iter().all(is_its);
-        records.retain(is_its);
-        Ok(OldRegion { header, records, whole })
+        let limited = RegionHeader { count, ..header };
+        let (records, damaged) = decode_records(body.get(..got).unwrap_or_default(), &limited);
+        Ok(OldRegion { header, records, whole: damaged == 0 })
     }
 }

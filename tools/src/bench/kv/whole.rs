@@ -267,7 +267,7 @@ impl Fresh<'_> {
 pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let session = Session::open(job, 1)?;
     let kvs = memories(&session, job)?;
-    let exact = job.kv.verify || job.kv.keep;
+    let exact = job.kv.keep;
     let fresh = Fresh { session: &session, job, stored: AtomicU64::new(0) };
     let firsts = (0..kvs.len()).map(|n| fresh.from(n, Instant::now())).collect::<Result<Vec<_>>>()?;
     for (kv, first) in kvs.iter().zip(&firsts) {

@@ -1,8 +1,8 @@
-//! The golden fixture of format version 2: a small cache as this version first wrote it. Today's
+//! The golden fixture of format version 3: a small cache as this version first wrote it. Today's
 //! code must open a copy, serve exactly the bytes that were stored, and find every field where
 //! docs/format.md puts it. A cache of version 1 is refused, with advice that helps.
 //!
-//! `tests/fixtures/format-v2/cache.txt` is the cache: one line per page that is not all zero (`PATH
+//! `tests/fixtures/format-v3/cache.txt` is the cache: one line per page that is not all zero (`PATH
 //! OFFSET HEX`, trailing zeros left out), and one per file with its length (`PATH length BYTES`).
 //! It was written by the ignored test [`generate`], and must never be written again for the same
 //! format version: a change of format needs a new version, and a fixture of its own.
@@ -33,7 +33,7 @@ const TENANT: u64 = 0x1122_3344_5566_7788;
 const GONE: u64 = 0x99aa_bbcc_ddee_ff00;
 const PAGE: usize = 4096;
 const SEGMENT: u64 = 64 << 10;
-const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/format-v2/cache.txt");
+const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/format-v3/cache.txt");
 const VERSION_1: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/format-v1/cache.txt");
 
 struct Then;
@@ -190,7 +190,7 @@ fn format_files(dir: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Writes the fixture anew: `cargo test --test format_v2 -- --ignored generate`.
+/// Writes the fixture anew: `cargo test --test format_v3 -- --ignored generate`.
 #[test]
 #[ignore = "writes the fixture"]
 fn generate() {
@@ -297,12 +297,12 @@ fn every_field_lies_where_the_documentation_says() {
     let budget = Bytes::at(&files["BUDGET"], 0, PAGE);
     assert_eq!(budget.slice(0, 8), b"FBBUDGT1");
     budget.expect_crc("BUDGET", 8, PAGE);
-    budget.expect("BUDGET", &[(12, 4, 2), (32, 8, BORN_MS), (40, 4, 0)]);
+    budget.expect("BUDGET", &[(12, 4, 3), (32, 8, BORN_MS), (40, 4, 0)]);
 
     let sb = Bytes::at(index, PAGE as u64, PAGE);
     assert_eq!(sb.slice(0, 8), b"FBSUPER1");
     sb.expect_crc("superblock", 8, PAGE);
-    sb.expect("superblock", &[(12, 4, 2), (16, 4, 0), (20, 4, 0), (24, 4, 0), (28, 4, 16), (32, 8, 1), (40, 8, 1)]);
+    sb.expect("superblock", &[(12, 4, 3), (16, 4, 0), (20, 4, 0), (24, 4, 0), (28, 4, 16), (32, 8, 1), (40, 8, 1)]);
     sb.expect("superblock", &[(144, 8, SEGMENT), (160, 8, 8192), (168, 4, 128), (176, 8, REGIONS), (184, 8, BORN_MS)]);
     assert_eq!(sb.slice(64, 16), budget.slice(16, 16), "drive id");
     let geometry = options(dir.path()).geometry;
@@ -329,7 +329,7 @@ fn floors(file: &Path) {
         let floors = Bytes::at(file, copy, 16 << 10);
         assert_eq!(floors.slice(0, 8), b"FBFLOOR1");
         floors.expect_crc("FLOORS", 8, 16 << 10);
-        floors.expect("FLOORS", &[(12, 4, 2), (16, 8, 2), (24, 8, 1 << 40 | 2), (32, 4, 1)]);
+        floors.expect("FLOORS", &[(12, 4, 3), (16, 8, 2), (24, 8, 1 << 40 | 2), (32, 4, 1)]);
         floors.expect("its tenant", &[(64, 8, GONE), (72, 8, 1 << 40 | 11), (80, 8, 0)]);
     }
 }
@@ -363,13 +363,14 @@ fn sealed_segment(index: &Path, data: &Path, (lane, slot): (&[u8], &Bytes)) {
     assert_eq!((region.slice(0, 8), region.slice(16, 16)), (b"FBSEAL01".as_slice(), lane));
     region.expect_crc("region", 8, PAGE);
     region.expect("region", &[(12, 4, 1), (32, 4, 0), (36, 4, 1), (40, 4, 5), (48, 8, 1 << 40 | 1)]);
-    region.expect("region", &[(56, 8, 1 << 40 | 6), (64, 8, BORN_MS)]);
+    let crcs: u64 = (0..5).map(|n| Bytes(region.slice(2 * PAGE + n * 128, 4).to_vec()).number(0, 4)).sum();
+    region.expect("region", &[(56, 8, 1 << 40 | 6), (64, 8, BORN_MS), (72, 8, crcs)]);
 
     let list = Bytes(region.slice(PAGE, PAGE).to_vec());
     assert_eq!((list.slice(0, 8), list.slice(16, 16)), (b"FBGONE01".as_slice(), lane));
     list.expect_crc("list", 8, PAGE);
-    // The first was unreadable durably when the second was listed.
-    list.expect("list", &[(12, 4, 1), (32, 4, 0), (36, 4, 1), (40, 4, 2), (64, 4, 12), (68, 4, 9), (72, 4, 0)]);
+    // Both were unreadable durably when they were listed.
+    list.expect("list", &[(12, 4, 2), (32, 4, 0), (36, 4, 1), (40, 4, 2), (64, 4, 12), (68, 4, 9), (72, 4, 0)]);
     for page in [9, 12] {
         let gone = Bytes::at(data, page * PAGE as u64, PAGE);
         assert!(gone.0.iter().all(|b| *b == 0), "a removed chunk's header");
