@@ -245,5 +245,6 @@ fn the_unit_of_systemd_names_settings_that_there_are() {
     let (settings, warnings) = Loader::bare().env(variables).load().unwrap();
     assert!(warnings.is_empty(), "{warnings:?}");
     assert!(settings.drives[0].path.starts_with(line("RequiresMountsFor=")));
+    assert_eq!(line("KillMode="), "mixed", "vLLM's workers end at once at SIGTERM");
     assert!(read("systemd/mnt-nvme.mount").contains(&format!("Where={}\n", line("RequiresMountsFor="))));
 }
