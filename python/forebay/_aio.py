@@ -25,21 +25,27 @@ async def _readable(fd: int) -> None:
 async def layers(load: Load) -> AsyncIterator[LayerReady]:
     """The layers of a load in order, as they land."""
     while True:
-        over, ready = load._poll()
+        over, ready, landing = load._poll()
         if over:
             return
         if ready is None:
             await _readable(load._fd)
-        elif load._lands:
-            yield ready
-        else:
-            # On an accelerator the copies are submitted by now; waiting for them may block.
-            yield await asyncio.to_thread(load.wait_layer, ready.layer)
+            continue
+        if landing is not None:
+            # An accelerator copies, and no stream waits for it. The thread must not keep the load, which ends when it is dropped.
+            try:
+                await asyncio.to_thread(landing)
+            except asyncio.CancelledError:
+                load._give_back(ready.layer)
+                raise
+        yield ready
 
 
 async def result(load: Load) -> Result:
     """The result of a load, once it has finished."""
-    return await asyncio.to_thread(load.wait)
+    while (found := load._poll_result()) is None:
+        await _readable(load._end_fd)
+    return found
 
 
 async def stored(store: Store) -> StoreResult:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
 
+def folders() -> list[Path]:
+    """Where it may lie: as pip installs it, beside the packages of `pip install --target`, as `pip install --user` does."""
+    user = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
+    return [Path(sysconfig.get_path("scripts")), Path(__file__).parents[1] / "bin", Path(user)]
+
+
 def program_path() -> Path | None:
     """The program's file, or None where the package was installed without it."""
-    # The usual place; then that of `pip install --target`, whose programs lie beside the packages.
-    for folder in (Path(sysconfig.get_path("scripts")), Path(__file__).parents[1] / "bin"):
-        if (program := folder / "forebay").is_file():
-            return program
-    return None
+    # Not `Path.is_file`, which raises where a folder may not be searched.
+    return next((program for folder in folders() if os.path.isfile(program := folder / "forebay")), None)

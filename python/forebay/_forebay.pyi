@@ -1,7 +1,7 @@
 """The engine and the object store, written in Rust."""
 
 import builtins
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from os import PathLike
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -11,11 +11,12 @@ class _Stream(Protocol):
 
 # A tensor, an array, anything with the buffer protocol or DLPack, or (address, shape, strides in bytes or None, itemsize, device).
 _Memory: TypeAlias = Any
-_Config: TypeAlias = Mapping[str, Any] | str | PathLike[str] | None
+_Config: TypeAlias = dict[str, Any] | str | PathLike[str] | None
 _Tokens: TypeAlias = Sequence[int] | Prompt | Any
-_Slots: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Any
-_Kv: TypeAlias = PagedKv | Sequence[_Memory | Sequence[_Memory]] | Mapping[str, _Memory]
-_Extra: TypeAlias = str | Mapping[str, Any] | None
+# One mapping for all KV cache groups, or a list with one for each.
+_Slots: TypeAlias = Sequence[int] | list[Sequence[int]] | Any
+_Kv: TypeAlias = PagedKv | Sequence[_Memory | Sequence[_Memory]] | dict[str, Any]
+_Extra: TypeAlias = str | dict[str, Any] | None
 _AnyStream: TypeAlias = int | _Stream | None
 
 __version__: str
@@ -93,14 +94,22 @@ class Geometry:
         dtype: str = "bfloat16",
         planes: int = 2,
         fingerprint: str = "",
-        layer_specs: Sequence[Mapping[str, Any]] | None = None,
+        layer_specs: Sequence[dict[str, Any]] | None = None,
         tp: tuple[int, int] = (0, 1),
         pp: tuple[int, int] = (0, 1),
         cp: tuple[int, int] = (0, 1),
-        identity: Mapping[str, str] | None = None,
+        identity: dict[str, str] | None = None,
     ) -> None: ...
     @staticmethod
-    def preset(name: str) -> Geometry: ...
+    def preset(
+        name: str,
+        *,
+        tp: tuple[int, int] = (0, 1),
+        pp: tuple[int, int] = (0, 1),
+        cp: tuple[int, int] = (0, 1),
+        fingerprint: str = "",
+        identity: dict[str, str] | None = None,
+    ) -> Geometry: ...
     @property
     def model(self) -> str: ...
     @property
@@ -183,11 +192,13 @@ class Load:
     def __next__(self) -> LayerReady: ...
     def __aiter__(self) -> AsyncIterator[LayerReady]: ...
     def __await__(self) -> Generator[Any, None, Result]: ...
-    def _poll(self) -> tuple[bool, LayerReady | None]: ...
+    def _poll(self) -> tuple[bool, LayerReady | None, Callable[[], None] | None]: ...
+    def _give_back(self, layer: int) -> None: ...
+    def _poll_result(self) -> Result | None: ...
     @property
     def _fd(self) -> int: ...
     @property
-    def _lands(self) -> bool: ...
+    def _end_fd(self) -> int: ...
 
 class Prefetch:
     """A prefetch under way; what it has brought into memory stays there as long as this lives."""
@@ -320,7 +331,7 @@ class Completion(NamedTuple):
     error: str | None
 
 _Value: TypeAlias = _Memory | Sequence[_Memory]
-_Items: TypeAlias = Mapping[str | bytes, _Value] | Iterable[tuple[str | bytes, _Value]]
+_Items: TypeAlias = dict[str, Any] | dict[bytes, Any] | dict[str | bytes, Any] | Iterable[tuple[str | bytes, _Value]]
 
 def object_digest(key: str | bytes) -> bytes: ...
 

@@ -3,8 +3,8 @@
 //!
 //! In this order: tensors by their methods (`data_ptr`), raw descriptions `(address, shape,
 //! strides, itemsize, device)`, the buffer protocol, `__array_interface__`, DLPack. The object that
-//! keeps the memory alive is kept with it, and freed with the GIL held: a `Py` that a thread of the
-//! engine drops is freed by the next thread that takes the GIL.
+//! keeps the memory alive is kept with it, and freed with the GIL held: what a thread of the engine
+//! drops is freed by the thread that logs.
 #![expect(unsafe_code, reason = "asks Python for the addresses of buffers")]
 
 use std::any::Any;
@@ -40,6 +40,20 @@ pub(crate) struct Described {
     owner: Arc<dyn Any + Send + Sync>,
 }
 
+/// What keeps memory alive.
+struct Owner(Option<Py<PyAny>>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        drop(self.0.take());
+        // SAFETY: may be called by any thread at any time. None of the engine's has a state of
+        // Python's, and there PyO3 only notes what was dropped, until some thread takes the GIL.
+        if unsafe { ffi::PyGILState_GetThisThreadState() }.is_null() {
+            crate::logging::release();
+        }
+    }
+}
+
 /// Sizes, strides (bytes) and so on before they are checked.
 pub(crate) struct Raw {
     pub(crate) address: usize,
@@ -72,7 +86,7 @@ impl Raw {
             place: self.place,
             readonly: self.readonly,
             format: self.format,
-            owner: Arc::new(owner),
+            owner: Arc::new(Owner(Some(owner))),
         })
     }
 }

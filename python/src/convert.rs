@@ -1,12 +1,13 @@
 //! Plain values from Python: settings, geometry, tokens, slot mappings, masks, what else is in a
 //! key, streams.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use forebay::config::{Loader, Settings};
 use forebay::device::{FloatKind, RopeTable, Stream};
 use forebay::engine::SlotMapping;
-use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec, PlaneSpec, Shard, opaque_multiple};
+use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec, MAX_LAYERS, PlaneSpec, Shard, opaque_multiple};
 use forebay::key::{Extra, LoraId, MmItem};
 use forebay::{Error, ErrorKind};
 use pyo3::prelude::*;
@@ -106,8 +107,10 @@ impl PyGeometry {
         tp: (u16, u16),
         pp: (u16, u16),
         cp: (u16, u16),
-        identity: Option<std::collections::BTreeMap<String, String>>,
+        identity: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
+        at_most("layers", layers.unwrap_or(0), MAX_LAYERS)?;
+        at_most("planes", planes, MOST_PLANES)?;
         let dtype = DType::named(dtype.strip_prefix("torch.").unwrap_or(dtype)).py()?;
         let defaults = Defaults { heads: kv_heads, head_bytes: head_size.saturating_mul(dtype.bytes), planes };
         let specs = match layer_specs {
@@ -119,21 +122,23 @@ impl PyGeometry {
             return Err(to_py(&invalid(format!("{given} layer_specs for layers={n}"))));
         }
         let chunk = 256u32.next_multiple_of(opaque_multiple(&specs));
-        let mut geometry = Geometry::new(model, dtype, specs, chunk).py()?;
-        geometry = geometry.with_shard(Shard { tp, pp, cp }).py()?;
-        if !fingerprint.is_empty() {
-            geometry = geometry.with_identity("fingerprint", fingerprint);
-        }
-        for (name, value) in identity.unwrap_or_default() {
-            geometry = geometry.with_identity(&name, &value);
-        }
-        Ok(Self(geometry))
+        let geometry = Geometry::new(model, dtype, specs, chunk).py()?;
+        named(geometry, Shard { tp, pp, cp }, fingerprint, identity)
     }
 
-    /// The geometry of a well-known model, such as `llama-3.1-8b`.
+    /// The shapes of a well-known model, such as `llama-3.1-8b`. Which rank and which weights these
+    /// are, `tp`, `pp`, `cp`, `fingerprint` and `identity` say.
     #[staticmethod]
-    fn preset(name: &str) -> PyResult<Self> {
-        Geometry::preset(name).py().map(Self)
+    #[pyo3(signature = (name, *, tp=(0, 1), pp=(0, 1), cp=(0, 1), fingerprint="", identity=None))]
+    fn preset(
+        name: &str,
+        tp: (u16, u16),
+        pp: (u16, u16),
+        cp: (u16, u16),
+        fingerprint: &str,
+        identity: Option<BTreeMap<String, String>>,
+    ) -> PyResult<Self> {
+        named(Geometry::preset(name).py()?, Shard { tp, pp, cp }, fingerprint, identity)
     }
 
     /// Model name.
@@ -162,6 +167,34 @@ impl PyGeometry {
     fn __repr__(&self) -> String {
         format!("Geometry({:?}, {} layers, {:?})", self.0.model, self.0.layers.len(), self.0.dtype.name)
     }
+}
+
+/// Most planes of a layer: they are listed one by one.
+const MOST_PLANES: usize = 4096;
+
+/// An error where there are more than `most` of something that is to be listed one by one.
+fn at_most(what: &str, n: usize, most: usize) -> PyResult<()> {
+    if n > most {
+        return Err(to_py(&invalid(format!("{n} {what}")).advice(format!("give {most} at most"))));
+    }
+    Ok(())
+}
+
+/// The geometry with its rank and with what else gives the bytes their meaning.
+fn named(
+    geometry: Geometry,
+    shard: Shard,
+    fingerprint: &str,
+    identity: Option<BTreeMap<String, String>>,
+) -> PyResult<PyGeometry> {
+    let mut geometry = geometry.with_shard(shard).py()?;
+    if !fingerprint.is_empty() {
+        geometry = geometry.with_identity("fingerprint", fingerprint);
+    }
+    for (name, value) in identity.unwrap_or_default() {
+        geometry = geometry.with_identity(&name, &value);
+    }
+    Ok(PyGeometry(geometry))
 }
 
 impl Defaults {
@@ -203,7 +236,11 @@ fn layer_spec(spec: &Bound<'_, PyDict>, defaults: &Defaults) -> PyResult<LayerSp
     let planes = match spec.get_item("planes")? {
         _ if matches!(kind, LayerKind::Opaque { .. }) => Vec::new(),
         None => vec![PlaneSpec { heads, head_bytes }; if mla { 1 } else { defaults.planes }],
-        Some(n) if n.is_instance_of::<PyInt>() => vec![PlaneSpec { heads, head_bytes }; n.extract()?],
+        Some(n) if n.is_instance_of::<PyInt>() => {
+            let n = n.extract()?;
+            at_most("planes", n, MOST_PLANES)?;
+            vec![PlaneSpec { heads, head_bytes }; n]
+        }
         // Bytes of a head, for planes that differ in it: a row of 576 beside one of 132.
         Some(each) => {
             each.extract::<Vec<u32>>()?.into_iter().map(|head_bytes| PlaneSpec { heads, head_bytes }).collect()

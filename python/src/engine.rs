@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use forebay::device::{RopeStyle, open_device};
 use forebay::engine::{Backpressure, Computed, Engine, KeyTurn, LoadRequest, LoadTimeout, Prompt, StoreRequest};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt};
+use pyo3::types::{PyBool, PyDict};
 
 use crate::convert::{self, PyGeometry};
 use crate::error::{IntoPy, invalid, to_py};
@@ -119,8 +119,11 @@ impl PyEngine {
         let settings = convert::settings(config)?;
         let name = match device {
             None => "cpu".to_owned(),
-            Some(n) if n.is_instance_of::<PyInt>() => format!("cuda:{}", n.extract::<u32>()?),
-            Some(name) => name.str()?.to_string(),
+            // Of other types, such as numpy's, a number is one that counts as an index.
+            Some(name) => match name.extract::<u32>() {
+                Ok(n) if !name.is_instance_of::<PyBool>() => format!("cuda:{n}"),
+                _ => name.str()?.to_string(),
+            },
         };
         let geometry = geometry.get().0.clone();
         let opened = py.detach(|| {

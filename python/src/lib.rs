@@ -29,7 +29,7 @@ mod store;
 mod wait;
 
 #[pymodule]
-#[pyo3(name = "_forebay")]
+#[pyo3(name = "_forebay", gil_used = true)]
 mod module {
     use super::{Bound, PyModule, PyResult};
     use pyo3::prelude::*;

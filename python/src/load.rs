@@ -7,7 +7,7 @@ use forebay::engine::{LayerReady, Load, LoadResult};
 use forebay::{Error, ErrorKind};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyCFunction, PyDict, PyTuple};
 
 use crate::convert;
 use crate::error::{IntoPy, to_py};
@@ -89,6 +89,8 @@ pub(crate) struct PyLoad {
     /// The next layer of the synchronous iteration.
     next: Mutex<usize>,
     alarm: Alarm,
+    /// For the result, apart from the layers: two tasks may wait for the one and the other.
+    end: Alarm,
     stream: Option<Stream>,
     on_host: bool,
     pid: u32,
@@ -97,7 +99,8 @@ pub(crate) struct PyLoad {
 impl PyLoad {
     pub(crate) fn new(load: Load, stream: Option<Stream>, on_host: bool) -> Self {
         let pid = std::process::id();
-        Self { load: Some(Arc::new(load)), next: Mutex::new(0), alarm: Alarm::default(), stream, on_host, pid }
+        let (alarm, end) = (Alarm::default(), Alarm::default());
+        Self { load: Some(Arc::new(load)), next: Mutex::new(0), alarm, end, stream, on_host, pid }
     }
 
     /// The engine's handle.
@@ -119,6 +122,16 @@ impl PyLoad {
         });
         Ok(ready.py()?.into())
     }
+}
+
+/// What `_poll` gives.
+type Polled<'py> = (bool, Option<PyLayerReady>, Option<Bound<'py, PyCFunction>>);
+
+/// `wait` as a function of Python's, without arguments.
+fn function(py: Python<'_>, wait: impl Fn() + Send + Sync + 'static) -> PyResult<Bound<'_, PyCFunction>> {
+    PyCFunction::new_closure(py, None, None, move |args: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| {
+        args.py().detach(&wait);
+    })
 }
 
 /// The error for a handle that belongs to the process that this one was forked from.
@@ -199,11 +212,37 @@ impl PyLoad {
         slf.py().import("forebay._aio")?.call_method1("result", (slf,))?.call_method0("__await__")
     }
 
-    /// For the event loop: (over, layer); neither means that `_fd` will be readable.
-    fn _poll(&self) -> PyResult<(bool, Option<PyLayerReady>)> {
+    /// For the event loop: (over, layer, what to call before it is used, in a thread); neither of
+    /// the first two means that `_fd` will be readable.
+    fn _poll<'py>(&self, py: Python<'py>) -> PyResult<Polled<'py>> {
         let load = self.get()?;
-        let polled = self.alarm.poll(|cx| load.poll_layer(cx))?;
-        Ok((matches!(polled, Some(None)), polled.flatten().map(PyLayerReady::from)))
+        let ready = match self.alarm.poll(|cx| load.poll_layer(cx))? {
+            None => return Ok((false, None, None)),
+            Some(None) => return Ok((true, None, None)),
+            Some(Some(ready)) => ready,
+        };
+        let landing = match self.stream {
+            _ if self.on_host => None,
+            // The copies are submitted by now, so this does not block.
+            Some(stream) => match py.detach(|| load.wait_layer_on(ready.layer, stream)) {
+                Err(e) if e.kind() == ErrorKind::Cancelled => return Ok((true, None, None)),
+                waits => waits.map(|_| None).py()?,
+            },
+            None => Some(function(py, load.landing(ready.layer))?),
+        };
+        Ok((false, Some(ready.into()), landing))
+    }
+
+    /// For the event loop: the layer was not used; the next `_poll` gives it again.
+    fn _give_back(&self, layer: usize) -> PyResult<()> {
+        self.get()?.give_back(layer);
+        Ok(())
+    }
+
+    /// For the event loop: the result; none means that `_end_fd` will be readable.
+    fn _poll_result(&self) -> PyResult<Option<PyLoadResult>> {
+        let load = self.get()?;
+        Ok(self.end.poll(|cx| load.poll_result(cx))?.map(PyLoadResult))
     }
 
     /// For the event loop: the descriptor to watch.
@@ -212,10 +251,10 @@ impl PyLoad {
         self.alarm.fd()
     }
 
-    /// For the event loop: whether a layer that was polled is in memory already.
+    /// For the event loop: the descriptor to watch for the result.
     #[getter]
-    fn _lands(&self) -> bool {
-        self.on_host
+    fn _end_fd(&self) -> PyResult<i32> {
+        self.end.fd()
     }
 }
 

@@ -2,13 +2,14 @@
 //!
 //! A thread of the engine must never wait for the GIL, so it only puts the line into a queue; a
 //! thread in Python (`forebay/_logging.py`) takes lines out and hands them to the logger `forebay`.
-//! A full queue drops lines and counts them. A forked child, in which that thread is not, says
+//! A full queue drops lines and counts them. That thread also frees the objects that threads of the
+//! engine have dropped, which must not take the GIL. A forked child, in which that thread is not, says
 //! nothing before it opens something itself.
 #![expect(unsafe_code, reason = "a pointer to a queue that is never freed; a fork may hold any lock")]
 
 use std::fmt::{self, Write as _};
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use pyo3::prelude::*;
@@ -26,10 +27,20 @@ struct Line {
     message: String,
 }
 
+/// What Python's thread is to do.
+enum Task {
+    Log(Line),
+    /// Takes the GIL, with which PyO3 frees what was dropped without it.
+    Release,
+    End,
+}
+
 struct Queue {
-    tx: Sender<Option<Line>>,
-    rx: Receiver<Option<Line>>,
+    tx: Sender<Task>,
+    rx: Receiver<Task>,
     dropped: AtomicU64,
+    /// A `Release` is in the queue, or the queue was full; the thread's next turn does either way.
+    releasing: AtomicBool,
     /// Python's number of the lowest level that is wanted.
     least: AtomicU8,
     pid: u32,
@@ -70,7 +81,7 @@ impl<S: Subscriber> Layer<S> for Bridge {
         // What this crate says goes to a child of the logger `forebay`, too.
         let target = event.metadata().target().replacen("forebay_python", "forebay", 1).replace("::", ".");
         let line = Line { level, target, message: text.message + &text.fields };
-        if let Err(TrySendError::Full(_)) = queue.tx.try_send(Some(line)) {
+        if let Err(TrySendError::Full(_)) = queue.tx.try_send(Task::Log(line)) {
             queue.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -93,13 +104,23 @@ impl Visit for Text {
     }
 }
 
+/// Has objects freed that this thread, which is none of Python's, has dropped.
+pub(crate) fn release() {
+    if let Some(queue) = queue()
+        && !queue.releasing.swap(true, Ordering::SeqCst)
+    {
+        let _ = queue.tx.try_send(Task::Release);
+    }
+}
+
 /// Has lines go to Python from now on, and its thread started; the level is the logger's as it is
 /// now.
 pub(crate) fn install(py: Python<'_>) -> PyResult<()> {
     if queue().is_none() {
         let (tx, rx) = bounded(MOST);
         let (least, pid) = (AtomicU8::new(30), std::process::id());
-        let made = Box::new(Queue { tx, rx, dropped: AtomicU64::new(0), least, pid });
+        let (dropped, releasing) = (AtomicU64::new(0), AtomicBool::new(false));
+        let made = Box::new(Queue { tx, rx, dropped, releasing, least, pid });
         QUEUE.store(Box::leak(made), Ordering::Release);
         // A program that has set up its own keeps it, and so does a forked child.
         let _ = tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Bridge));
@@ -120,7 +141,19 @@ pub(crate) fn _log_level(least: u8) {
 #[pyfunction]
 pub(crate) fn _log_next(py: Python<'_>) -> Option<(u8, String, String)> {
     let queue = queue()?;
-    let line = py.detach(|| queue.rx.recv()).ok()??;
+    let line = loop {
+        let task = py.detach(|| {
+            let task = queue.rx.recv();
+            // Before the GIL is taken: what is dropped from now on asks again.
+            queue.releasing.store(false, Ordering::SeqCst);
+            task
+        });
+        match task.ok()? {
+            Task::Log(line) => break line,
+            Task::Release => {}
+            Task::End => return None,
+        }
+    };
     let dropped = queue.dropped.swap(0, Ordering::Relaxed);
     let more = if dropped > 0 { format!(" ({dropped} lines before this one were dropped)") } else { String::new() };
     Some((line.level, line.target, line.message + &more))
@@ -130,6 +163,6 @@ pub(crate) fn _log_next(py: Python<'_>) -> Option<(u8, String, String)> {
 #[pyfunction]
 pub(crate) fn _log_end(py: Python<'_>) {
     if let Some(queue) = queue() {
-        py.detach(|| drop(queue.tx.send(None)));
+        py.detach(|| drop(queue.tx.send(Task::End)));
     }
 }

@@ -11,6 +11,7 @@ use forebay::objects::{
 };
 use forebay::{Error, ErrorKind};
 use pyo3::PyTypeInfo as _;
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
@@ -99,6 +100,8 @@ impl PyObjectStore {
         };
         match parsed {
             Ok(items) => submit(store, items).py(),
+            // Ctrl-C and the like say nothing about what was asked.
+            Err(why) if !why.is_instance_of::<PyException>(asked.py()) => Err(why),
             Err(why) => store.submit_invalid(kind, asked.len().unwrap_or(0), why.to_string()).py(),
         }
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import sys
 import threading
+import types
 import weakref
 from array import array
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from conftest import BLOCK, BLOCKS, CHUNK, DIM, HEADS, LAYERS, config, geometry, slots
 
 import forebay
+from forebay import _aio
 
 SHAPE = (2, BLOCKS, BLOCK, HEADS, DIM)
 
@@ -250,6 +253,78 @@ def test_a_task_is_woken_though_another_has_asked_after_the_end(eng: forebay.Eng
     assert asyncio.run(both()) == [1, 1]
 
 
+def test_a_load_whose_await_was_cancelled_ends_when_it_is_dropped(cache: Path) -> None:
+    large = Large(cache)
+
+    async def give_up() -> None:
+        load = large.load()
+        before = sys.getrefcount(load)
+        waiting = asyncio.ensure_future(load)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        del waiting
+        gc.collect()
+        assert sys.getrefcount(load) == before, "nothing else keeps it"
+        del load
+        for layer in large.target:
+            layer.fill(-1)
+
+    with large.eng:
+        asyncio.run(give_up())
+    for layer in large.target:
+        assert (layer == -1).all(), "the memory is the caller's again"
+
+
+def test_one_task_awaits_the_layers_and_another_the_result(cache: Path) -> None:
+    large = Large(cache)
+
+    async def both() -> list[Any]:
+        load = large.load(by_layer=True)
+
+        async def result() -> int:
+            return (await load).tokens
+
+        async def layers() -> list[int]:
+            return [ready.layer async for ready in load]
+
+        return await asyncio.wait_for(asyncio.gather(result(), layers()), 60)
+
+    with large.eng:
+        assert asyncio.run(both()) == [2048, list(range(LAYERS))]
+
+
+class OnAccelerator:
+    """A load of one layer whose copies end when `landed` is set, as the event loop sees it."""
+
+    def __init__(self) -> None:
+        self.landed, self.given = threading.Event(), 0
+
+    def _poll(self) -> tuple[bool, Any, Any]:
+        if self.given:
+            return True, None, None
+        self.given = 1
+        return False, types.SimpleNamespace(layer=0), self.landed.wait
+
+    def _give_back(self, layer: int) -> None:
+        self.given = layer
+
+
+def test_a_layer_that_a_cancelled_task_did_not_get_comes_again() -> None:
+    load = OnAccelerator()
+
+    async def twice() -> list[int]:
+        waiting = asyncio.ensure_future(anext(_aio.layers(load)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        load.landed.set()
+        return [ready.layer async for ready in _aio.layers(load)]  # type: ignore[arg-type]
+
+    assert asyncio.run(twice()) == [0]
+
+
 def test_no_wait_holds_the_gil(eng: forebay.Engine) -> None:
     store = eng.store(list(range(32)), kv(), slots(32), by_layer=True)
     waiting = threading.Thread(target=store.wait)
@@ -276,23 +351,18 @@ def test_memory_lives_as_long_as_it_is_used_and_no_longer(eng: forebay.Engine) -
         def stride(self) -> tuple[int, ...]:
             return tuple(s // self.of.itemsize for s in self.of.strides)
 
-    tensors = [Tensor(layer) for layer in kv()]
-    gone = [weakref.ref(t) for t in tensors]
-    paged = eng.paged_kv(tensors)
-    del tensors
-    gc.collect()
-    assert all(ref() is not None for ref in gone)
-    assert eng.store(list(range(32)), paged, slots(32)).wait().stored == 1
-    del paged
-    gc.collect()
-    # The store's own reference may be dropped by a thread of the engine; the next call then lets
-    # the owner go.
-    for _ in range(1000):
-        eng.lookup([1])
-        if not any(ref() for ref in gone):
-            break
-        threading.Event().wait(0.01)
-    assert not any(ref() for ref in gone)
+    for n in range(20):
+        tensors, gone = [Tensor(layer) for layer in kv()], [threading.Event() for _ in range(LAYERS)]
+        refs = [weakref.ref(t, lambda _, event=event: event.set()) for t, event in zip(tensors, gone, strict=True)]
+        paged = eng.paged_kv(tensors)
+        del tensors
+        gc.collect()
+        assert all(ref() is not None for ref in refs)
+        assert eng.store([n] * 32, paged, slots(32)).wait().stored == 1
+        del paged
+        gc.collect()
+        # A thread of the engine may be the last to drop them. No call follows.
+        assert all(event.wait(30) for event in gone)
 
 
 def test_raw_descriptions_and_dlpack(eng: forebay.Engine) -> None:

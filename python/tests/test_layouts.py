@@ -108,6 +108,18 @@ def test_mla_rows_and_opaque_blocks(cache: Path) -> None:
         assert np.array_equal(before[used], after[used])
 
 
+def test_a_preset_has_shapes_and_is_told_its_rank_and_weights() -> None:
+    def of(**more: Any) -> str:
+        return forebay.Geometry.preset("llama-3.1-70b-tp8", **more).namespace
+
+    assert of() == of(tp=(0, 1), fingerprint="", identity={})
+    ranks = [of(tp=(rank, 8), fingerprint="weights 1") for rank in range(8)]
+    # Ranks share a namespace and are shards of it.
+    assert len({of(), *ranks, of(tp=(0, 8), fingerprint="weights 2"), of(identity={"rope": "yarn"})}) == 4
+    with pytest.raises(forebay.InvalidInput, match="not below its size"):
+        of(tp=(8, 8))
+
+
 def test_a_shape_that_could_be_two_layouts_is_refused_until_it_is_named() -> None:
     square = geometry(kv_heads=BLOCK)
     layers = [np.zeros((2, BLOCKS, BLOCK, BLOCK, DIM), np.float32) for _ in range(LAYERS)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import select
 import threading
+import weakref
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,19 @@ def test_buffers_that_do_not_do(objs: forebay.ObjectStore) -> None:
     assert objs.get({"a": bytearray(3)}) == [False]
 
 
+def test_a_buffer_is_let_go_without_another_call(objs: forebay.ObjectStore) -> None:
+    class Buffer(bytearray):
+        """Can be referred to weakly."""
+
+    objs.put({"a": b"12345"})
+    for _ in range(40):
+        buffer, gone = Buffer(5), threading.Event()
+        ref = weakref.ref(buffer, lambda _: gone.set())  # noqa: B023
+        assert objs.get({"a": buffer}) == [True]
+        del buffer
+        assert gone.wait(30), ref
+
+
 def test_batches_end_on_a_descriptor(objs: forebay.ObjectStore) -> None:
     put = objs.submit_put({"k": b"value"})
     done: list[forebay.Completion] = []
@@ -121,7 +136,15 @@ def test_a_submit_answers_for_what_it_cannot_do(cache: Path) -> None:
         (store.submit_delete(5), "delete", 0, "iterable"),  # type: ignore[arg-type]
         (store.submit_get([("k",)]), "get", 1, "length"),  # type: ignore[list-item]
     ]
+
+    def interrupted() -> Iterator[bytes]:
+        yield b"a"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.submit_exists(interrupted())
     answers = {c.id: c for c in store.drain_completions()}
+    assert len(answers) == len(submits)
     for number, kind, count, why in submits:
         done = answers[number]
         assert (done.kind, done.results, done.causes) == (kind, [False] * count, ["invalid"] * count)

@@ -6,15 +6,17 @@ import ast
 import json
 import logging
 import os
+import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 from conftest import config, geometry
 
 import forebay
-from forebay import _forebay, _logging
+from forebay import _cli, _forebay, _logging
 from forebay.connector import settings
 
 BLOCK_NUMPY = """
@@ -106,6 +108,8 @@ def test_errors_have_a_kind_and_advice(cache: Path) -> None:
         settings({"capacity": "lots"}, name="kv_connector_extra_config")
     with pytest.raises(forebay.ConfigError, match="tpu"):
         forebay.Engine(config(cache), geometry(), device="tpu")
+    with pytest.raises(forebay.ConfigError, match='"False" is not a device'):
+        forebay.Engine(config(cache), geometry(), device=False)
     with pytest.raises(forebay.ConfigError, match="the config is a list"):
         forebay.Engine([1], geometry())  # type: ignore[arg-type]
     with pytest.raises(forebay.InvalidInput, match="unknown KV dtype"):
@@ -116,6 +120,9 @@ def test_errors_have_a_kind_and_advice(cache: Path) -> None:
         geometry(layers=None, layer_specs=[{"kind": "sliding"}])
     with pytest.raises(forebay.InvalidInput, match="\"windows\" is unknown"):
         geometry(layers=None, layer_specs=[{"kind": "sliding", "windows": 3}])
+    for huge in ({"layers": 10**18}, {"planes": 10**18}, {"layers": None, "layer_specs": [{"planes": 10**18}]}):
+        with pytest.raises(forebay.InvalidInput, match="1000000000000000000 (layers|planes)"):
+            geometry(**huge)
     kinds = {forebay.Forked, forebay.TimedOut, forebay.Closed}
     assert all(issubclass(kind, forebay.ForebayError) for kind in kinds)
 
@@ -152,6 +159,17 @@ def test_it_works_where_numpy_and_torch_are_absent(cache: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(cache)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "64 tokens, all equal"
+
+
+def test_a_program_installed_for_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = sysconfig.get_preferred_scheme("user")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme="usual": str(tmp_path / scheme / name))
+    with pytest.raises(SystemExit, match=f"none of {tmp_path}/usual/scripts, .*, {tmp_path}/{user}/scripts; install"):
+        runpy.run_module("forebay", run_name="__main__")
+    program = tmp_path / user / "scripts" / "forebay"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    assert _cli.program_path() == program
 
 
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -91,7 +91,7 @@ def test_a_drained_tier_touches_no_memory(tmp_path: Path) -> None:
         ctypes.memset(ctypes.addressof(memory) + number * ROW, number + 1, ROW)
     transfers.save(1, [b"%d" % n for n in range(COUNT)], list(range(COUNT)))
     transfers.drain()
-    assert transfers.under_way == 0
+    assert transfers._jobs == 0
     assert [o.success for o in transfers.poll()] == [True]
     ctypes.memset(memory, 0, ROW * COUNT)
     transfers.load(2, [b"3", b"0"], [0, 1])

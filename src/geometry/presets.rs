@@ -9,7 +9,9 @@ pub const PRESETS: [&str; 6] =
     ["llama-3.1-8b", "llama-3.1-70b-tp8", "qwen3-32b", "deepseek-v3", "gemma-3-like", "tiny"];
 
 impl Geometry {
-    /// A well-known model's geometry in bf16 with chunks of 256 tokens (16 for `tiny`).
+    /// A well-known model's geometry in bf16 with chunks of 256 tokens (16 for `tiny`): its shapes
+    /// alone. Which rank and which weights these are, [`Geometry::with_shard`] and
+    /// [`Geometry::with_identity`] say.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where the name is not in [`PRESETS`].

@@ -227,11 +227,6 @@ class Transfers:
             except Exception as error:  # noqa: BLE001
                 logger.warning("tier: the cache could not be %s, what was being stored at the end is lost: %s", what, error)
 
-    @property
-    def under_way(self) -> int:
-        """Jobs that have not ended."""
-        return self._jobs
-
     def _begin(self, number: int, is_load: bool, keys: Sequence[bytes], rows: Sequence[int]) -> _Job:
         keys = tuple(bytes(key) for key in keys)
         if len(keys) != len(rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ def test_tensors_come_back_byte_for_byte_on_their_streams(cuda_eng: forebay.Engi
         assert (tensor.read().reshape(2, -1, HEADS, DIM)[:, untouched] == -1).all(), "only mapped slots are written"
 
 
+@pytest.mark.parametrize("with_stream", [True, False])
+def test_layers_come_in_an_event_loop(cuda_eng: forebay.Engine, gpu: Gpu, with_stream: bool) -> None:
+    wanted, stream = values(), gpu.stream()
+    cuda_eng.store(TOKENS, [gpu.tensor(v) for v in wanted], slots(64)).wait()
+    target = [gpu.tensor(np.full(SHAPE, -1, np.float32)) for _ in range(LAYERS)]
+
+    async def layers() -> list[int]:
+        load, seen = cuda_eng.load(TOKENS, target, slots(64), stream=stream if with_stream else None), []
+        async for ready in load:
+            copy = target[ready.layer].read_on(stream)
+            stream.synchronize()
+            assert np.array_equal(at(copy), at(wanted[ready.layer]))
+            seen.append(ready.layer)
+        assert (await load).tokens == 64
+        return seen
+
+    assert asyncio.run(layers()) == list(range(LAYERS))
+
+
 def test_raw_pointers_and_raw_streams_work_as_tensors_do(cuda_eng: forebay.Engine, gpu: Gpu) -> None:
     source, stream = [gpu.tensor(v) for v in values()], gpu.stream()
 
@@ -81,7 +101,7 @@ def test_raw_pointers_and_raw_streams_work_as_tensors_do(cuda_eng: forebay.Engin
 
 
 def test_what_the_gpu_stored_the_host_loads_and_back(cache: Path, gpu: Gpu) -> None:
-    with forebay.Engine(config(cache), geometry(), device=gpu.name) as engine:
+    with forebay.Engine(config(cache), geometry(), device=np.int64(0)) as engine:
         engine.store(TOKENS, [gpu.tensor(v) for v in values()], slots(64)).wait()
         engine.flush()
     host = [np.zeros(SHAPE, np.float32) for _ in range(LAYERS)]
