@@ -784,6 +784,26 @@ fn a_request_waits_for_the_store_no_longer_than_computing_takes_and_loads_what_h
     assert_eq!((not_fetched, n), (1, 15), "after 15 measurements");
 }
 
+#[test]
+fn the_fetches_of_one_request_on_several_ranks_are_one_measurement() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let engines: Vec<_> = [&a, &b].map(|machine| Arc::new(machine.open())).into();
+    let mut lookup = EngineLookup::new(engines.clone());
+    lookup.computes(Some(1e12));
+    server.spoil(|_, _| Spoil::Stall);
+    let mut n = 0;
+    while lookup.not_fetched() == 0 && n < 100 {
+        n += 1;
+        let p = prompt(&engines[0], N, n);
+        while lookup.stored_tokens(&format!("r{n}"), &p).unwrap().is_none() {
+            std::thread::yield_now();
+        }
+    }
+    assert_eq!(n, 16, "after 15 measurements");
+}
+
 /// With `FOREBAY_REMOTE_FAULTS` for as many spoiled requests, `make remote-faults`.
 #[test]
 fn faults_at_random_give_no_wrong_byte_and_no_fetch_outlasts_its_deadline() {

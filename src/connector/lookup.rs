@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::busy::BusyTime;
 use super::counts::add_fetched;
+use super::fetch_rate::FetchRate;
 use super::meta::WorkerMeta;
-use super::scheduler::{MeasuredRate, Refusals};
+use super::scheduler::Refusals;
 use crate::engine::{Engine, Fetch, Lookup, Prompt, RemoteStats};
 use crate::error::Result;
 use crate::key::ChunkKey;
@@ -196,11 +196,10 @@ pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &W
 pub(super) struct Fetches {
     /// A partial chunk ends at a multiple of so many tokens; 0 for anywhere.
     pub(super) multiple: usize,
-    /// Per request, one fetch of each engine; none once they are over.
+    /// Per request, one fetch of each engine; none once all of them are over and were counted.
     of: HashMap<String, Vec<Fetch>>,
     /// Tokens per second that fetches bring.
-    bringing: MeasuredRate,
-    busy: BusyTime,
+    bringing: FetchRate,
     /// Tokens per second that the server computes.
     computing: Option<f64>,
     refusals: Refusals,
@@ -247,30 +246,50 @@ impl Fetches {
                 Duration::try_from_secs_f64(missing as f64 / rate).map_or(patience, |takes| takes.min(patience))
             }
         };
-        let deadline = Instant::now() + patience;
+        let now = Instant::now();
+        if self.of.values().flatten().all(Fetch::is_over) {
+            self.bringing.begun(now, self.brought() * prompt.chunk_tokens());
+        }
+        let deadline = now + patience;
         let upto = prompt.len() / self.multiple.max(1) * self.multiple.max(1);
         let fetches = engines.map(|engine| engine.fetch_upto(prompt, upto, deadline)).collect::<Result<_>>()?;
         self.of.insert(req_id.to_owned(), fetches);
         Ok(self.still_coming(req_id, prompt))
     }
 
-    /// Whether fetches for a request are still under way. Measures those that are over; a fetch is
-    /// over at its deadline.
+    /// Whether fetches for a request are still under way; a fetch is over at its deadline. Measures
+    /// how fast fetches are when all of a request are over.
     fn still_coming(&mut self, req_id: &str, prompt: &Prompt) -> bool {
-        let Some(fetches) = self.of.get_mut(req_id) else { return false };
-        for over in fetches.extract_if(.., |fetch| fetch.is_over()) {
-            if let Some((chunks, times)) = over.measured() {
-                let tokens = chunks * prompt.chunk_tokens();
-                self.bringing.add(tokens as f64, self.busy.add(&times).as_secs_f64());
-            }
+        let Some(fetches) = self.of.get_mut(req_id).filter(|fetches| !fetches.is_empty()) else { return false };
+        if !fetches.iter().all(Fetch::is_over) {
+            return true;
         }
-        !fetches.is_empty()
+        let (over, chunk) = (std::mem::take(fetches), prompt.chunk_tokens());
+        let is_idle = self.of.values().flatten().all(Fetch::is_over);
+        let ends = over.iter().chain(self.of.values().flatten()).filter_map(|fetch| Some(fetch.measured()?.1.end));
+        let upto = ends.max().filter(|_| is_idle).unwrap_or_else(Instant::now);
+        self.bringing.ended((brought(&over) * chunk, self.brought() * chunk), (upto, is_idle));
+        false
+    }
+
+    /// Chunks that have come for requests whose fetches are under way or were not counted yet.
+    fn brought(&self) -> usize {
+        self.of.values().map(|fetches| brought(fetches)).sum()
     }
 
     /// The request has ended: what still comes for it does not matter.
     pub(super) fn forget(&mut self, req_id: &str) {
         self.of.remove(req_id);
     }
+}
+
+/// Chunks that have come of a request, on the rank that has fewest of those that fetch any.
+fn brought(fetches: &[Fetch]) -> usize {
+    let chunks = |fetch: &Fetch| match fetch.measured() {
+        Some((chunks, _)) => Some(chunks),
+        None => (!fetch.is_over()).then(|| fetch.chunks()),
+    };
+    fetches.iter().filter_map(chunks).min().unwrap_or(0)
 }
 
 /// Leases on what was promised to requests whose load has not ended. They end by themselves.

@@ -23,6 +23,7 @@
 //! - `options`: what both are made with.
 //! - `lookup`: how much of a prompt is stored, in caches that the caller has opened.
 //! - `ranks`: the same for caches that the workers have: looked up or asked.
+//! - `fetch_rate`: how fast fetches from the remote tier come.
 //! - `busy`: time in which at least one of several transfers ran.
 //!
 //! This module knows no Python and no server's types, and does no I/O of its own; it must not block a
@@ -31,6 +32,7 @@
 
 mod busy;
 mod counts;
+mod fetch_rate;
 mod lookup;
 mod meta;
 mod options;

@@ -4,7 +4,7 @@
 //! Which ranks are seen follows from their [`WorkerIdentity`]. A question goes out with the next
 //! step, and only for a prompt of which the seen ranks have something; its answers come back with
 //! that step's output. So a request waits for a step or two, and never for longer than the
-//! patience: then nothing counts as stored.
+//! patience: then the lookup fails, and nothing counts as stored.
 //!
 //! Invariants: only live requests take memory, a few words each and for each rank that is asked.
 //! All answers are dropped when a rank says that it has started anew. No call waits, except that
@@ -18,7 +18,7 @@ use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
 use crate::engine::{Engine, Prompt, RemoteStats};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 use crate::key::ChunkKey;
 
@@ -155,6 +155,16 @@ impl RanksLookup {
         }
     }
 
+    /// `None` until the patience is over, then an error: what is stored is not known, and no event
+    /// may say that it is gone.
+    fn waits_since(&self, since: Instant) -> Result<Option<usize>> {
+        if since.elapsed() < self.patience {
+            return Ok(None);
+        }
+        Err(Error::new(ErrorKind::TimedOut, "a rank has not said in time what it stores")
+            .advice("see whether all workers run; a request waits for `load_timeout_ms`"))
+    }
+
     /// Queues a question about a request for the next step.
     fn ask(&mut self, req_id: &str, tokens: usize) {
         self.next += 1;
@@ -195,7 +205,7 @@ impl PrefixLookup for RanksLookup {
         }
         if (self.ranks.len() as u64) < u64::from(self.workers) {
             let since = *self.missing_since.get_or_insert_with(Instant::now);
-            return Ok((since.elapsed() >= self.patience).then_some(0));
+            return self.waits_since(since);
         }
         if self.unseen() == 0 {
             return Ok(Some(upto));
@@ -205,7 +215,7 @@ impl PrefixLookup for RanksLookup {
             return Ok(None);
         };
         let Some((least, at)) = asked.least else {
-            return Ok((asked.since.elapsed() >= self.patience).then_some(0));
+            return self.waits_since(asked.since);
         };
         if !asked.is_open && (at.elapsed() >= FRESH || asked.tokens < upto) {
             self.ask(req_id, upto);

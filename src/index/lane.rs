@@ -240,12 +240,6 @@ impl SharedLane {
         self.inner.segments
     }
 
-    /// Segments that may be leased at once.
-    #[must_use]
-    pub fn lease_limit(&self) -> usize {
-        self.inner.lease_limit
-    }
-
     /// A segment's shared state; none if there is no such segment or the words are garbage.
     #[must_use]
     pub fn segment(&self, segment: u32) -> Option<SegmentView> {

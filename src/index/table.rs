@@ -387,17 +387,6 @@ impl Table {
         }
     }
 
-    /// The entries of many keys, in their order.
-    #[must_use]
-    pub fn get_many(&self, keys: &[ChunkKey]) -> Vec<Option<Entry>> {
-        let mut entries = Vec::with_capacity(keys.len());
-        self.lookup(keys, |_, entry| {
-            entries.push(entry);
-            true
-        });
-        entries
-    }
-
     /// Visits every entry that is served with its slot; entries put in or removed meanwhile may or
     /// may not be seen. Keys have their first 16 bytes only.
     pub fn for_each(&self, visit: impl FnMut(u32, &Entry)) {

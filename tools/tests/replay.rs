@@ -238,7 +238,11 @@ fn a_capacity_too_small_is_refused_with_what_to_do() {
     let run = replay(&["--engine", "real", "--capacity-tokens", "500k,16383"]).expect(2);
     assert!(run.stderr.contains("16384") && run.stderr.contains("--engine sim"), "{}", run.stderr);
     assert!(run.stdout.is_empty(), "no replay begins");
-    replay(&["--engine", "real", "--capacity-tokens", "16384"]).expect(0);
+    let least = ["--engine", "real", "--capacity-tokens", "16384"];
+    replay(&least).expect(0);
+    // Ranks store the blocks of a prompt in any order: all have a slot before any is published.
+    let error = replay(&[&least[..], &["--ranks", "2"]].concat()).expect(1).stderr;
+    assert!(error.contains("--capacity-tokens"), "{error}");
 }
 
 #[test]

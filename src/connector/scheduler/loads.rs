@@ -126,12 +126,12 @@ impl Scheduler {
             return Some(found);
         }
         self.lookup.computes(self.rates.computing());
-        let found = match self.lookup.stored_tokens(req_id, &tracker.prompt) {
-            Ok(found) => found?,
+        let (found, is_known) = match self.lookup.stored_tokens(req_id, &tracker.prompt) {
+            Ok(found) => (found?, true),
             Err(e) => {
                 self.stats.lookup_errors += 1;
                 tracing::warn!(error = %e, req_id, "a lookup failed; the request counts as not stored");
-                0
+                (0, false)
             }
         };
         let found = found.min(tracker.prompt.len());
@@ -139,7 +139,9 @@ impl Scheduler {
             self.stats.queried_tokens += tracker.prompt.len() as u64;
         }
         tracker.found = Some((found, Instant::now()));
-        self.event_log.looked_up(req_id, &tracker.prompt, found);
+        if is_known {
+            self.event_log.looked_up(req_id, &tracker.prompt, found);
+        }
         Some(found)
     }
 

@@ -51,6 +51,10 @@ fn lookups_tell_what_is_there_already_and_what_is_gone() {
     s.on_new_request("d", 100);
     s.get_num_new_matched_tokens("d", 0);
     assert_eq!(s.s.take_events(), KvEvents::default(), "only once");
+    s.lookup.say(Some(usize::MAX));
+    s.on_new_request("e", 100);
+    assert_eq!(s.get_num_new_matched_tokens("e", 0), Some(0));
+    assert_eq!(s.s.take_events(), KvEvents::default(), "a lookup that fails says nothing");
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn report(rank: u32) -> WorkerMeta {
 
 impl Far {
     fn new(patience_ms: u64) -> Self {
-        let o = ConnectorOptions { workers: 2, load_timeout_ms: patience_ms, ..options() };
+        let o = ConnectorOptions { workers: 2, ..options() };
         let lookup = RanksLookup::new(&Settings::default(), 2, Duration::from_millis(patience_ms));
         Self { side: Side { s: Scheduler::new(o, Box::new(lookup)).unwrap(), lookup: TestLookup::default() } }
     }
@@ -131,6 +131,7 @@ fn nobody_waits_longer_than_the_patience() {
             far.side.idle();
         }
         assert_eq!(answers.last(), Some(&Some(0)), "{answers:?}");
+        assert!(far.side.stats().lookup_errors > 0, "giving up is no answer");
     }
 }
 

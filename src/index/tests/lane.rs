@@ -117,7 +117,6 @@ fn leases_of_the_dead_are_taken_away() {
 #[test]
 fn at_most_the_share_is_leased() {
     let b = both(40, None);
-    assert_eq!(b.reader.lease_limit(), 10);
     let mut guards: Vec<_> = (0..10).map(|s| b.reader.lease(s, 1, 100, &env(0)).unwrap()).collect();
     assert_eq!(b.reader.lease(20, 1, 100, &env(0)).unwrap_err(), LeaseRefused::Share);
     guards.push(b.writer.lease(5, 1, 100, &env(0)).unwrap());

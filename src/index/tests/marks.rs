@@ -29,7 +29,7 @@ fn a_marked_entry_is_found_by_those_who_ask_for_it_alone() {
         let t = filled(20);
         assert!(t.mark(&key(3), 4, mark).unwrap());
         assert!(t.get(&key(3)).is_none() && t.get_slot(&key(3)).is_none() && t.get_tag(tag_of(&key(3))).is_none());
-        let found = t.get_many(&(0..20).map(key).collect::<Vec<_>>());
+        let found = get_many(&t, &(0..20).map(key).collect::<Vec<_>>());
         assert!((0..20).all(|n| found[n].is_some() == (n != 3)), "no other bears it");
         let mut listed = 0;
         t.for_each(|_, e| {

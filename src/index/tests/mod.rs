@@ -33,6 +33,16 @@ pub(super) fn file_of(bytes: u64) -> File {
     file
 }
 
+/// The entries of many keys, in their order.
+pub(super) fn get_many(table: &Table, keys: &[ChunkKey]) -> Vec<Option<Entry>> {
+    let mut entries = Vec::with_capacity(keys.len());
+    table.lookup(keys, |_, entry| {
+        entries.push(entry);
+        true
+    });
+    entries
+}
+
 /// Writes into a file that may be mapped.
 pub(super) fn overwrite(file: &File, bytes: &[u8], at: u64) {
     #[cfg(miri)]

@@ -111,7 +111,7 @@ impl Pair {
     fn check(&self) {
         assert_eq!(self.table.len(), self.model.len() as u64);
         let keys: Vec<ChunkKey> = (0..300).map(key).collect();
-        for (n, found) in self.table.get_many(&keys).into_iter().enumerate() {
+        for (n, found) in get_many(&self.table, &keys).into_iter().enumerate() {
             assert_eq!(found, self.model.get(&(n as u64)).map(|s| entry(n as u64, *s)));
         }
         let mut seen = 0;

@@ -155,7 +155,7 @@ def test_nothing_is_kept_of_finished_requests(tmp_path: Path) -> None:
         for number in range(2 * COUNT):
             world.load(keys(number))
         transfers = world.tier._transfers
-        assert (len(transfers.lookups), transfers.under_way, len(transfers._waiting), len(transfers._loads)) == (0, 0, 0, 0)
+        assert (len(transfers.lookups), transfers._jobs, len(transfers._waiting), len(transfers._loads)) == (0, 0, 0, 0)
 
 
 def test_shutdown_frees_the_memory(tmp_path: Path) -> None:

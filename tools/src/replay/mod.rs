@@ -233,6 +233,13 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let next = chunks::next_uses(&requests);
     let runs = runs(args, remote);
     runs.iter().try_for_each(|run| check(args, *run))?;
+    if args.chart.is_some() && runs.iter().all(|run| run.capacity == u64::MAX) {
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            "a chart has the capacities on its axis, and all are unlimited",
+        )
+        .advice("give sizes to --capacity-tokens, or leave --chart out"));
+    }
     // A real log's files are removed, however this ends.
     stop::listen()?;
     let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
@@ -321,6 +328,10 @@ fn check(args: &ReplayArgs, run: Run) -> Result<()> {
     if run.remote > 0 && !simulated {
         return Err(Error::new(ErrorKind::InvalidInput, "a remote store is only simulated")
             .advice("leave --engine real out, or remote= in --tiers"));
+    }
+    if !simulated && run.capacity < real::LEAST_TOKENS {
+        let why = format!("the engine's log needs at least {} tokens", real::LEAST_TOKENS);
+        return Err(Error::new(ErrorKind::InvalidInput, why).advice("use --engine sim for fewer"));
     }
     let one = ranks == 1 && args.behind == 0;
     if args.restart_every.is_some() && !(one && args.engine == ReplayEngine::Real) {

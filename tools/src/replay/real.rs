@@ -34,6 +34,11 @@ const TOKEN_BYTES: u64 = 8;
 const MOST_PAGES: u64 = 127;
 /// Largest segment that the log makes by itself, in bytes of the model.
 const SEGMENT_BYTES: u64 = 1 << 30;
+/// Least slots of a segment, and least segments: with fewer, none may become free in time.
+const LEAST_SLOTS: u64 = 4;
+const LEAST_SEGMENTS: u64 = 8;
+/// Tokens below which a log cannot work.
+pub(super) const LEAST_TOKENS: u64 = LEAST_SEGMENTS * LEAST_SLOTS * BLOCK_TOKENS;
 /// Bytes that stand for a block in the memory tier.
 const FRAME_BYTES: usize = 4096;
 /// How long a put waits for reclaim.
@@ -180,7 +185,8 @@ fn zero_crc(len: u32) -> u32 {
 fn segment_bytes(slot_bytes: u64, (capacity_tokens, model_bytes_per_token): (u64, u64)) -> u64 {
     let model_slot = model_bytes_per_token.max(1).saturating_mul(BLOCK_TOKENS);
     let wanted = (capacity_tokens.saturating_mul(model_bytes_per_token) / 64).min(SEGMENT_BYTES);
-    let slots = (wanted / model_slot).clamp(4, (capacity_tokens / BLOCK_TOKENS / 8).max(4));
+    let slots =
+        (wanted / model_slot).clamp(LEAST_SLOTS, (capacity_tokens / BLOCK_TOKENS / LEAST_SEGMENTS).max(LEAST_SLOTS));
     slots * slot_bytes
 }
 
@@ -259,7 +265,13 @@ impl RealCache {
         let tokens = blocks.tokens.get(at).copied().unwrap_or(0);
         let mut spec = PutSpec::chunk(key, parent, tokens.clamp(1, BLOCK_TOKENS) as u32, at as u32);
         spec.root = blocks.keys.first().copied();
-        Ok(match self.log.begin_put_within(spec, ROOM_PATIENCE)? {
+        let begun = self.log.begin_put_within(spec, ROOM_PATIENCE).map_err(|e| match e.kind() {
+            ErrorKind::NoSpace if e.advice_text().is_none() => {
+                e.advice("give more to --capacity-tokens; with --ranks or --behind the longest prompt must fit")
+            }
+            _ => e,
+        });
+        Ok(match begun? {
             PutOutcome::Started(put) => Some((put, tokens)),
             PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) => None,
         })

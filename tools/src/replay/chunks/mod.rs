@@ -82,7 +82,8 @@ impl ChunkSim {
     pub(super) fn new(policy: PolicyKind, capacity_tokens: u64, next: &NextUses, others: OtherTiers) -> Result<Self> {
         let slots = usize::try_from(capacity_tokens / BLOCK_TOKENS).unwrap_or(usize::MAX);
         if slots == 0 {
-            return Err(Error::new(ErrorKind::InvalidInput, "a cache smaller than one chunk"));
+            return Err(Error::new(ErrorKind::InvalidInput, "a cache smaller than one chunk")
+                .advice(format!("use {BLOCK_TOKENS} tokens or more")));
         }
         Ok(Self {
             cache: build(policy, slots, next),
