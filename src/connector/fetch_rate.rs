@@ -1,8 +1,8 @@
 //! How fast fetches come: the tokens that all under way together bring, over the time in which any
 //! is under way.
 //!
-//! What the others have brought so far counts when one ends. Fetches side by side often end within a
-//! moment of each other, and what they have brought has not come in that moment.
+//! What the others have brought so far counts when one ends. Fetches side by side often end within
+//! a moment of each other, and what they have brought has not come in that moment.
 
 use std::time::{Duration, Instant};
 
@@ -51,8 +51,8 @@ impl FetchRate {
 mod tests {
     use super::*;
 
-    /// The fetches of `side_by_side` requests, of 1000 tokens each, which come evenly in `takes_ms`,
-    /// and which end a millisecond after one another; so many times, with a pause after each.
+    /// The fetches of `side_by_side` requests, of 1000 tokens each, which come evenly in `takes_ms`
+    /// and end a millisecond after one another; so many times, with a pause after each.
     fn bursts(times: u64, side_by_side: u64, takes_ms: u64) -> Option<f64> {
         let (mut rate, mut now) = (FetchRate::default(), Instant::now());
         for _ in 0..times {
