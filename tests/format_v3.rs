@@ -1,6 +1,6 @@
 //! The golden fixture of format version 3: a small cache as this version first wrote it. Today's
 //! code must open a copy, serve exactly the bytes that were stored, and find every field where
-//! docs/format.md puts it. A cache of version 1 is refused, with advice that helps.
+//! docs/format.md puts it. A cache of version 1 or 2 is refused, with advice that helps.
 //!
 //! `tests/fixtures/format-v3/cache.txt` is the cache: one line per page that is not all zero (`PATH
 //! OFFSET HEX`, trailing zeros left out), and one per file with its length (`PATH length BYTES`).

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::EngineOptions;
-use crate::config::{Codec, Cufile, Mode, Settings};
+use crate::config::{Capacity, Codec, Cufile, Mode, Settings};
 use crate::device::{self, Device, StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
@@ -139,7 +139,7 @@ pub(super) fn opening(
 ) -> Result<Arc<Opening>> {
     let (of, geometry, pipeline) = (options.clone(), geometry.clone(), pipeline.clone());
     let open = move || open_log(&of, &geometry, (&pipeline, &is_loading));
-    Opening::start(Box::new(open), &options.settings, options.reopen_every)
+    Opening::start(Box::new(open), options.settings.on_open_failure, options.reopen_every)
 }
 
 /// Gives the drives' queues the staging memory to register: with the kernel, or, where it lies on
@@ -160,7 +160,7 @@ fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &Pipe
 }
 
 /// Refuses a quota of a tenant, on one drive, that no chunk fits in.
-fn check_quota(log: &LogOptions) -> Result<()> {
+fn check_quota(log: &LogOptions, quota_of: Option<Capacity>) -> Result<()> {
     let slot = SlotLayout::of_chunk(&log.geometry, log.geometry.chunk_tokens).slot_bytes;
     let too_small = log
         .drives
@@ -173,7 +173,12 @@ fn check_quota(log: &LogOptions) -> Result<()> {
     let message =
         format!("tenant_quota: nothing could be stored in {} MiB, a chunk takes up to {}", mib(quota), mib(slot));
     let advice = format!("use at least {}MiB for each drive, or leave it out for no limit", mib(slot));
-    Err(Error::new(ErrorKind::Config, message).advice(advice))
+    let error = Error::new(ErrorKind::Config, message).advice(advice);
+    Err(match quota_of {
+        // A share of the file system, where the drive may not be mounted yet.
+        Some(Capacity::Percent(_)) => error.at(log.dirs.first().cloned().unwrap_or_default()),
+        _ => error,
+    })
 }
 
 /// Checks the cache directories and opens the log in them.
@@ -183,7 +188,7 @@ fn open_log(
     (pipeline, is_loading): (&PipelineOptions, &IsLoading),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
-    check_quota(&log)?;
+    check_quota(&log, options.settings.tenant_quota)?;
     log.codec = device::codec_of(&options.settings, options.device.place() == MemorySpace::Host);
     // Loads and stores have staging for each read and write, but for reads of headers alone into
     // host memory. The rest is for these and for the log's own requests, which wait for room.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::Log;
-use crate::config::{Capacity, OnOpenFailure, Settings};
+use crate::config::OnOpenFailure;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Opens the log; called again as long as it fails.
@@ -29,17 +29,17 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Opens the log of these settings with `open`. Where that fails it is tried again every
-    /// `every`, unless `on_open_failure` is `fail`.
+    /// Opens the log with `open`. Where that fails it is tried again every `every`, unless
+    /// `on_failure` is `Fail`.
     ///
     /// # Errors
-    /// That of `open` where `on_open_failure` is `fail` or the caller is at fault; what the
-    /// operating system says of the thread.
-    pub fn start(open: OpenLog, settings: &Settings, every: Duration) -> Result<Arc<Self>> {
+    /// That of `open` where `on_failure` is `Fail` or the caller is at fault; what the operating
+    /// system says of the thread.
+    pub fn start(open: OpenLog, on_failure: OnOpenFailure, every: Duration) -> Result<Arc<Self>> {
         let opening = Arc::new(Self::default());
         match open() {
             Ok(log) => opening.opened(log),
-            Err(e) if settings.on_open_failure == OnOpenFailure::Fail || is_callers_fault(&e, settings) => return Err(e),
+            Err(e) if on_failure == OnOpenFailure::Fail || is_callers_fault(&e) => return Err(e),
             Err(e) => {
                 opening.failed(e);
                 opening.try_again(open, every)?;
@@ -125,15 +125,11 @@ impl Opening {
 }
 
 /// A wrong call or setting is an error; a broken cache is not. What is wrong with a place on a drive
-/// may be put right there; also that its share of the file system holds nothing, where the drive is
-/// not mounted yet.
-fn is_callers_fault(error: &Error, settings: &Settings) -> bool {
-    let is_share = |size: &Capacity| matches!(size, Capacity::Percent(_));
+/// may be put right there.
+fn is_callers_fault(error: &Error) -> bool {
     match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::Internal => true,
-        ErrorKind::Config if error.path().is_none() => {
-            !is_share(&settings.capacity) && !settings.tenant_quota.as_ref().is_some_and(is_share)
-        }
+        ErrorKind::Config => error.path().is_none(),
         _ => false,
     }
 }

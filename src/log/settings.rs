@@ -11,7 +11,7 @@ use super::base::budget::allocated_below;
 use super::base::options::{DriveOptions, LogOptions};
 use super::base::sizes::Sizes;
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
-use crate::config::{self, EvictionPolicy, IoEngine, Mode, Settings, Warning, WarningKind};
+use crate::config::{self, Capacity, EvictionPolicy, IoEngine, Mode, Settings, Warning, WarningKind};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
@@ -61,6 +61,7 @@ impl LogOptions {
         let options = Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),
             mode: settings.mode,
+            capacity_is_share: matches!(settings.capacity, Capacity::Percent(_)),
             drives: each,
             policy,
             admission: match settings.admission {

@@ -102,7 +102,7 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let registered: Arc<CallerRegions> = Arc::default();
     let later = Arc::clone(&registered);
     let open = move || open_log(&options, Arc::clone(&geometry), (&pools, &later));
-    let opening = Opening::start(Box::new(open), &settings, every)?;
+    let opening = Opening::start(Box::new(open), settings.on_open_failure, every)?;
     let io_timeout = settings.io_timeout();
     let removal = RemovalThread::start(Arc::clone(&opening))?;
     let (workers, drives) = (settings.worker_threads(), settings.drives.len());

@@ -88,7 +88,7 @@ fn stat_tells_of_a_cache_in_use() {
     let all = ["stat", ".", "--json", "--capacity", "64m", "--min-free", "1m"];
     let json = forebay(dir.path(), &all).expect(0).json();
     let drive = &json["drives"][0];
-    assert_eq!(json["format_version"], 2);
+    assert_eq!(json["format_version"], 3);
     let disk = drive["disk_bytes"].as_u64().unwrap();
     assert_eq!(drive["capacity_left_bytes"].as_u64().unwrap() + disk, 64 << 20);
     assert!(drive["free_above_floor_bytes"].as_u64() < drive["free_bytes"].as_u64());

@@ -50,6 +50,8 @@ pub struct LogOptions {
     pub mode: Mode,
     /// Most bytes on each drive, over all lanes and namespaces below its cache directory.
     pub capacity_bytes: u64,
+    /// That is a share of the file system: where it holds nothing, the drive may not be mounted yet.
+    pub capacity_is_share: bool,
     /// Least bytes to leave free on each drive's file system.
     pub min_free_bytes: u64,
     /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive;
@@ -118,6 +120,7 @@ impl LogOptions {
             codec: SlotCodec::None,
             mode: Mode::default(),
             capacity_bytes: 64 << 30,
+            capacity_is_share: false,
             min_free_bytes: 0,
             tenant_bytes: None,
             segment_bytes: None,

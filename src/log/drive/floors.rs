@@ -127,7 +127,7 @@ fn flush(file: &DirectFile) -> Result<()> {
 /// # Errors
 /// `Busy` where too many tenants have a floor; those of writing.
 pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&SharedShard>, what: What, sequence: u64) -> Result<()> {
-    let mut floors = match read(shard_dir) {
+    let mut floors = match read_durably(shard_dir) {
         Err(e) if e.kind() == ErrorKind::Corrupt && what == What::All => {
             Floors { generation: page.map_or(0, SharedShard::floors_generation), ..Floors::default() }
         }
@@ -154,7 +154,7 @@ pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&SharedShard>, what: 
 /// # Errors
 /// Those of reading and writing.
 pub(in crate::log) fn drop_tenants(shard_dir: &Path, page: &SharedShard) -> Result<()> {
-    let mut floors = read(shard_dir)?;
+    let mut floors = read_durably(shard_dir)?;
     floors.tenants.clear();
     floors.generation += 1;
     write(shard_dir, &floors)?;

@@ -74,7 +74,8 @@ impl Surroundings {
     pub(in crate::log) fn create(&self, dir: &Path) -> Result<LaneFiles> {
         let options = &self.ctx.options;
         let geometry = &options.geometry;
-        let sizes = Sizes::plan(options, self.capacity_bytes())?;
+        let sizes = Sizes::plan(options, self.capacity_bytes())
+            .map_err(|e| if options.capacity_is_share { e.at(dir) } else { e })?;
         let index = DirectFile::open(dir.join(paths::INDEX), FileOptions::create())?;
         let data = DirectFile::open(dir.join(paths::DATA), FileOptions::create())?;
         index.set_len(0)?;

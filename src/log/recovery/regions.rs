@@ -142,6 +142,7 @@ impl Regions<'_> {
         let records_at = RegionLayout::of(sb.region_bytes).records_at() as u64;
         let mut at = sb.regions_offset + u64::from(number) * sb.region_bytes + records_at;
         let mut left = region.count as usize;
+        let mut damaged = 0;
         while left > 0 {
             let there = self.index_bytes.saturating_sub(at) as usize / PAGE_BYTES * PAGE_BYTES;
             let len = (left * RECORD_BYTES).next_multiple_of(PAGE_BYTES).min(buf.len()).min(there);
@@ -163,10 +164,12 @@ impl Regions<'_> {
                         }
                     }
                 }
+                damaged += piece.damaged;
                 give(piece)?;
             }
         }
-        let others = left.max(usize::from(!reader.is_of_one_write())) as u64;
+        let is_torn = damaged == 0 && !reader.is_of_one_write();
+        let others = left.max(usize::from(is_torn)) as u64;
         if others > 0 {
             give(RegionPiece { segment: number, damaged: others, ..RegionPiece::default() })?;
         }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use futures_util::Stream;
@@ -362,13 +362,14 @@ impl Load {
     }
 
     /// Takes a layer back that [`Load::poll_layer`] gave to somebody who did not use it: it is the
-    /// next one again.
+    /// next one again, and so are those that others were given after it.
     pub fn give_back(&self, layer: usize) {
-        let mut state = self.inner.state.lock();
-        state.given = state.given.min(layer);
-        if let Some(waker) = state.waker.take() {
-            waker.wake();
-        }
+        let waker = {
+            let mut state = self.inner.state.lock();
+            state.given = state.given.min(layer);
+            state.waker.take()
+        };
+        waker.into_iter().for_each(Waker::wake);
     }
 
     /// What waits, for callers without a stream, until a layer that is ready is in an accelerator's

@@ -50,7 +50,7 @@ impl LoadWindow {
 
     /// A read has failed, or taken too long: neither is the size's doing.
     pub(super) fn read_failed(&mut self) {
-        (self.bytes, self.time, self.busy_since) = (0, Duration::ZERO, None);
+        self.busy_since = None;
     }
 
     fn take_rate(&mut self) {
@@ -100,12 +100,15 @@ mod tests {
         let (mut window, mut now) = (LoadWindow::new(SIZES), Instant::now());
         share(&mut window, &mut now, SIZES[0]);
         for _ in 0..1000 {
-            // As long as a hang.
-            now += Duration::from_secs(10);
-            window.read_failed();
-            for n in 0..40 {
+            for n in 0..100 {
+                if n == 50 && window.bytes() == SIZES[0] {
+                    // A hang.
+                    now += Duration::from_secs(10);
+                    window.read_failed();
+                }
+
                 now += Duration::from_micros(if window.bytes() == SIZES[0] { 400 } else { 500 });
-                window.read_ended(1 << 20, n < 39, now);
+                window.read_ended(1 << 20, n < 99, now);
             }
             // The larger the gap, the slower the size in use would seem.
             now += Duration::from_millis(if window.bytes() == SIZES[0] { 50 } else { 0 });
