@@ -32,7 +32,8 @@ async def layers(load: Load) -> AsyncIterator[LayerReady]:
             await _readable(load._fd)
             continue
         if landing is not None:
-            # An accelerator copies, and no stream waits for it. The thread must not keep the load, which ends when it is dropped.
+            # An accelerator copies, and no stream waits for it. The thread must not keep the load:
+            # dropping it cancels it.
             try:
                 await asyncio.to_thread(landing)
             except asyncio.CancelledError:

@@ -36,8 +36,9 @@ ARGUMENTS = (
 #: Others that quantize or replace weights as they are loaded, or change what layers give. They count
 #: where they are given only.
 LOADING = ("modelopt_quant", "modelopt_checkpoint_restore_path", "model_loader_extra_config", "rl_quant_profile", "forward_hooks")
-#: Further options that decide what KV is or means, with SGLang's defaults. Each is part of the identity
-#: where it is not its default. tests/sglang/test_options.py has those that cannot change KV, and why.
+#: Further options that decide what KV is or means, with SGLang's defaults. Each is part of the
+#: identity where it is not its default. tests/sglang/test_options.py has those that cannot change
+#: KV, and why.
 OTHERS: dict[str, Any] = {
     # Which code computes, at which positions, on what. Engram layers read the tokenizer.
     "device": None,

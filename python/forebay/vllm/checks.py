@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING
 
-from forebay.vllm import identity
+from forebay.vllm import frames, identity
 from forebay.vllm.geometry import Shape, Unsupported
 from forebay.vllm.settings import Settings
 
@@ -75,8 +74,8 @@ def pooling(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if model.pooler_config is not None and not model.is_prefix_caching_supported:
         raise Unsupported(
-            "a pooling model for which vLLM caches no prefixes (MEAN, CLS or STEP pooling, attention that is not causal): it ends where one was "
-            "loaded; start without Forebay"
+            "a pooling model for which vLLM caches no prefixes (MEAN, CLS or STEP pooling, attention that is not causal): it ends where "
+            "one was loaded; start without Forebay"
         )
 
 
@@ -118,16 +117,10 @@ def siblings() -> None:
 def _multi() -> KVTransferConfig | None:
     """The configuration of the outermost MultiConnector around this connector, where there is one.
 
-    It is read from the frames of the constructors that are running: vLLM's current configuration is set in workers alone, and
-    they and the scheduler must decide alike.
+    vLLM's current configuration is set in workers alone, and they and the scheduler must decide alike.
     """
-    found, frame = None, sys._getframe(1)
-    while frame is not None:
-        transfer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
-        if transfer is not None and transfer.kv_connector == "MultiConnector":
-            found = transfer
-        frame = frame.f_back
-    return found
+    transfers = [config.kv_transfer_config for config in frames.configs()]
+    return next((found for found in reversed(transfers) if found and found.kv_connector == "MultiConnector"), None)
 
 
 def _outer() -> str | None:

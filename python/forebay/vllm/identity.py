@@ -173,7 +173,8 @@ def draft_load(vllm_config: VllmConfig) -> Any:
 def draft(vllm_config: VllmConfig) -> list[Any] | None:
     """What decides the KV of the model that drafts tokens."""
     if (model := draft_model(vllm_config)) is None:
-        # Of the served model's own files too: hidden states are kept of the layers that the draft's configuration names.
+        # Of the served model's own files too: hidden states are kept of the layers that the draft's
+        # configuration names.
         own = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
         drafts = None if own is None else config_digest(own.hf_config)
         return None if drafts in (None, config_digest(vllm_config.model_config.hf_config)) else [drafts]

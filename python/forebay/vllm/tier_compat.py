@@ -11,10 +11,9 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
-from forebay.vllm import identity
+from forebay.vllm import frames, identity
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.settings import FINGERPRINT
 
@@ -28,8 +27,6 @@ logger = logging.getLogger("vllm.forebay")
 VERSIONS = ("0.32", "0.33")
 #: Counts the ways in which the same blocks were laid out and named.
 FORMAT = 1
-#: Frames above the tier's constructor that are looked at; vLLM 0.32 and 0.33 need seven.
-FRAMES = 24
 #: vLLM's hashes of blocks that start from a random seed in each process unless PYTHONHASHSEED is
 #: set.
 SEEDED_HASHES = ("xxhash", "xxhash_cbor")
@@ -50,18 +47,7 @@ def check_version() -> None:
 
 def find_config() -> VllmConfig | None:
     """The `VllmConfig` of the server that is being made, from the callers' frames."""
-    from vllm.config import VllmConfig
-
-    frame = sys._getframe(1)
-    for _ in range(FRAMES):
-        if frame is None:
-            break
-        for name in ("vllm_config", "config"):
-            found = frame.f_locals.get(name)
-            if isinstance(found, VllmConfig):
-                return found
-        frame = frame.f_back
-    return None
+    return next(iter(frames.configs()), None)
 
 
 def check_hashes(config: VllmConfig | None) -> str | None:

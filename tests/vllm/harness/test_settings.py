@@ -15,7 +15,7 @@ from forebay.vllm.connector import ForebayConnector
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.settings import read
 from huggingface_hub import ResolvedRevision
-from vllm.config import KVTransferConfig, PoolerConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, PoolerConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -28,6 +28,15 @@ from .server import Server, Shape, _kv, vllm_config
 #: Copies and loads are not given up, however busy this machine is.
 PATIENT = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000}
 PROMPT = [4 + i * 11 % 500 for i in range(300)]
+
+
+def multi(config: VllmConfig, *children: dict[str, Any]) -> VllmConfig:
+    """The configuration with these connectors in MultiConnector."""
+    extra = {"connectors": list(children)}
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=extra
+    )
+    return config
 
 
 def loaded(folder: Path, **extra: Any) -> int:
@@ -280,14 +289,12 @@ def test_a_function_that_fails_is_told_once_and_not_in_every_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheConnectorV1Dynamic", "FlexKVConnectorV1"])
-def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str) -> None:
+def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str, tmp_path: Path) -> None:
     def siblings(other: str) -> None:
-        children = [{"kv_connector": other}, {"kv_connector": "ForebayConnector"}]
-        multi = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
         # As in MultiConnector's constructor.
-        vllm_config = SimpleNamespace(kv_transfer_config=multi)
+        config = multi(vllm_config(Shape(), tmp_path), {"kv_connector": other}, {"kv_connector": "ForebayConnector"})
         checks.siblings()
-        del vllm_config
+        del config
 
     siblings("NixlConnector")
     with pytest.raises(Unsupported, match=f"MultiConnector with {name} beside ForebayConnector"):
@@ -311,12 +318,7 @@ def test_inside_multiconnector_scheduler_and_workers_decide_alike_about_layerwis
     ours = config.kv_transfer_config
     assert ours is not None
     child = {name: getattr(ours, name) for name in ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")}
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": [child]},
-    )
+    multi(config, child)
     KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, _kv(shape, 0)).shutdown()
     with set_current_vllm_config(config):
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, _kv(shape, 0)).shutdown()
