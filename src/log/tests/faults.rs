@@ -580,6 +580,8 @@ fn a_drive_that_hangs_keeps_no_other_from_being_flushed() {
     };
     let log = two_drives([dir.path(), other.path()], until_the_other_is_flushed, tell);
     on_each(&log);
+    // No seal flushes beside.
+    log.seal(soon()).unwrap();
     flushing.store(true, Ordering::SeqCst);
     let flushed = log.flush();
     flushing.store(false, Ordering::SeqCst);
