@@ -62,8 +62,6 @@ pub struct SegmentView {
     pub live_bytes: u64,
     /// Chunks that the table points to.
     pub live_chunks: u64,
-    /// Sequence of the first record of this use.
-    pub first_seq: u64,
 }
 
 /// Why a segment was not condemned.
@@ -246,13 +244,7 @@ impl SharedLane {
         let at = self.inner.segment_word(segment)?;
         let map = &self.inner.map;
         let (state, epoch) = unpack(map.load_acquire(at))?;
-        Some(SegmentView {
-            state,
-            epoch,
-            live_bytes: map.load(at + 1),
-            live_chunks: map.load(at + 2),
-            first_seq: map.load(at + 3),
-        })
+        Some(SegmentView { state, epoch, live_bytes: map.load(at + 1), live_chunks: map.load(at + 2) })
     }
 
     /// Whether any segment is condemned and not freed yet.
@@ -267,15 +259,6 @@ impl SharedLane {
     /// `InvalidInput` if there is no such segment, `Permission` if this is not the writer's lane.
     pub fn set_segment(&self, segment: u32, state: SegmentState, epoch: u32) -> Result<()> {
         self.writer_word(segment, 0)?.store(pack(state, epoch), Ordering::SeqCst);
-        Ok(())
-    }
-
-    /// Records the first sequence of a segment's use.
-    ///
-    /// # Errors
-    /// As [`set_segment`](Self::set_segment).
-    pub fn set_first_seq(&self, segment: u32, seq: u64) -> Result<()> {
-        self.writer_word(segment, 3)?.store(seq, Ordering::Relaxed);
         Ok(())
     }
 

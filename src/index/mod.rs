@@ -77,7 +77,7 @@ pub use header::{BootId, Holder};
 pub use lane::{CondemnRefused, LaneSpec, SegmentState, SegmentView, SharedLane};
 pub use lease::{HoldGuard, LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
-pub use partials::{AddedPartial, PartialLengths};
+pub use partials::PartialLengths;
 pub use policy::{
     AdmissionPolicy, AdmissionState, ChainChunk, ChunkSummary, EvictionRank, NAME_BYTES, Offered, Prefix, Reclaim,
     SavedPrefix, SavingPrefix, SegmentSummary,

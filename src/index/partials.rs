@@ -30,17 +30,6 @@ impl PartialLengths {
     }
 }
 
-/// What adding a partial length did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AddedPartial {
-    /// It is in the list.
-    Added,
-    /// It is in the list, and the shortest length had to leave: its chunks can no longer be found.
-    Evicted(u16),
-    /// The list is full of longer ones.
-    Refused,
-}
-
 type Pairs = [(u16, u16); MAX_LENGTHS];
 
 fn tweaked(parent: &ChunkKey) -> (u64, u64) {
@@ -89,12 +78,13 @@ impl Table {
     }
 
     /// Counts one more partial chunk of `length` tokens after `parent`, stored with `seq`. To be
-    /// called once per chunk that is new in the table.
+    /// called once per chunk that is new in the table. A full list keeps the longest: the chunks of
+    /// other lengths can no longer be found.
     ///
     /// # Errors
     /// `InvalidInput` for a length of 0, `NoSpace` if the table must grow first, `Permission` if
     /// this is not the writer's.
-    pub fn add_partial(&self, parent: &ChunkKey, length: u16, seq: u64) -> Result<AddedPartial> {
+    pub fn add_partial(&self, parent: &ChunkKey, length: u16, seq: u64) -> Result<()> {
         if length == 0 {
             return Err(Error::new(ErrorKind::InvalidInput, "a partial chunk has at least one token"));
         }
@@ -104,23 +94,19 @@ impl Table {
             let mut pairs = Pairs::default();
             pairs[0] = (length, 1);
             self.add(&mut state, &pack(key, seq, pairs), EntryKind::Partials)?;
-            return Ok(AddedPartial::Added);
+            return Ok(());
         };
         let mut pairs = unpack(&line.0);
-        let mut outcome = AddedPartial::Added;
         if let Some(pair) = pairs.iter_mut().find(|p| p.0 == length) {
             pair.1 = pair.1.saturating_add(1);
         } else if let Some(shortest) = pairs.iter_mut().min_by_key(|p| p.0) {
             if shortest.0 > length {
-                return Ok(AddedPartial::Refused);
-            }
-            if shortest.0 > 0 {
-                outcome = AddedPartial::Evicted(shortest.0);
+                return Ok(());
             }
             *shortest = (length, 1);
         }
         self.overwrite(slot, &pack(key, seq.max(line.0[2]), pairs), EntryKind::Partials);
-        Ok(outcome)
+        Ok(())
     }
 
     /// Counts one partial chunk of `length` tokens less; whether one was counted.

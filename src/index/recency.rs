@@ -24,9 +24,13 @@ impl Recency {
         Self { ticks: vec![0; slots], uses: vec![0; slots] }
     }
 
-    /// A new entry lies in `slot`, with the use count it had before, if it had one.
-    pub fn insert(&mut self, slot: u32, tick: u32, uses: u8) {
-        self.set(slot, tick, uses);
+    /// The entry in `slot` was used last at `tick`, and so many times.
+    pub fn set(&mut self, slot: u32, tick: u32, uses: u8) {
+        let slot = slot as usize;
+        if let (Some(t), Some(u)) = (self.ticks.get_mut(slot), self.uses.get_mut(slot)) {
+            *t = tick;
+            *u = uses;
+        }
     }
 
     /// The entry in `slot` was used.
@@ -52,14 +56,6 @@ impl Recency {
     pub fn carry(&mut self, old: &Self, from: u32, to: u32) {
         let (tick, uses) = old.get(from);
         self.set(to, tick, uses);
-    }
-
-    fn set(&mut self, slot: u32, tick: u32, uses: u8) {
-        let slot = slot as usize;
-        if let (Some(t), Some(u)) = (self.ticks.get_mut(slot), self.uses.get_mut(slot)) {
-            *t = tick;
-            *u = uses;
-        }
     }
 }
 

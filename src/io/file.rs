@@ -3,7 +3,9 @@
 //!
 //! Invariants: files are made with mode 0600 and never opened through a symlink at their last
 //! component; a file that refuses `O_DIRECT` is opened buffered and says so. The synchronous
-//! helpers are for opening and recovery; what runs beside a server goes through a queue.
+//! reads and writes are for opening and recovery; what runs beside a server goes through a queue.
+//! Holes and allocations have none: they wait in the kernel for I/O of the file that is under way,
+//! however long that takes.
 
 use std::fmt;
 use std::fs::File;

@@ -67,7 +67,6 @@ pub use base::wear::WearStats;
 pub use lane::{Hold, Lane};
 pub use opening::{OpenLog, Opening};
 pub use read::{Bad, Chunk};
-pub use recovery::reader as recover;
 pub use recovery::scan;
 #[doc(hidden)]
 pub use turn::Turn;
@@ -81,13 +80,17 @@ use base::ctx::Ctx;
 use base::{budget, paths};
 use drive::Volume;
 
+/// How often it is looked whether a thread has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
 /// An open log over one or several drives. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct Log {
     ctx: Arc<Ctx>,
     volumes: Vec<Arc<Volume>>,
     stop: Arc<AtomicBool>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Of each drive, by its number.
+    threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
     /// State of the maintenance in a log without threads.
     maintenance: Mutex<Vec<reclaim::Maintenance>>,
 }
@@ -116,7 +119,8 @@ impl Log {
         }
         let (stop, threads, maintenance) = (Arc::default(), Mutex::default(), Mutex::default());
         let log = Self { ctx, volumes, stop, threads, maintenance };
-        log.start_threads()?;
+        // Without its threads a close would wait for a flush that nobody does.
+        log.start_threads().inspect_err(|_| log.abandon())?;
         for volume in &log.volumes {
             let capacity_bytes = volume.own().and_then(|lane| lane.budget.as_ref().map(|b| b.capacity_bytes()));
             tracing::info!(dir = %volume.shard_dir.display(), capacity_bytes, "the cache is open");
@@ -124,10 +128,10 @@ impl Log {
         Ok(Arc::new(log))
     }
 
-    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    fn spawn(&self, drive: usize, name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
         let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(run);
         let thread = spawned.map_err(|e| Error::io("cannot start a thread of the log", e))?;
-        self.threads.lock().push(thread);
+        self.threads.lock().push((drive, thread));
         Ok(())
     }
 
@@ -189,22 +193,29 @@ impl Log {
         let flushed = self.flush_each(deadline);
         // What a drive that answers has left is written in less.
         let stop_by = deadline.max(Instant::now() + self.ctx.options.io_timeout);
-        self.stop_threads(Some(stop_by));
-        self.volumes
-            .iter()
-            .filter(|v| !v.is_lost())
-            .for_each(|v| v.lanes().held().for_each(|l| reclaim::flush_evictions(l)));
-        if !self.ctx.options.foreground {
-            let saved = self.volumes.iter().zip(&flushed).filter(|(v, flushed)| flushed.is_ok() && !v.is_lost());
-            saved.for_each(|(v, _)| v.own().iter().for_each(|l| v.policy.close(l)));
+        let left = self.stop_threads(Some(stop_by));
+        let answers = |v: &Volume, flushed: &Result<()>| flushed.is_ok() && !v.is_lost() && !left.contains(&v.number);
+        for (volume, _) in self.volumes.iter().zip(&flushed).filter(|(v, flushed)| answers(v, flushed)) {
+            volume.lanes().held().for_each(|lane| reclaim::flush_evictions(lane));
+            if !self.ctx.options.foreground {
+                volume.own().iter().for_each(|lane| volume.policy.close(lane));
+            }
         }
         let close = |v: &Arc<Volume>| v.io.write.close(deadline).and(v.io.read.close(deadline));
         let closed: Vec<Result<()>> = self.volumes.iter().map(close).collect();
+        self.release(&left);
+        let late = || Error::new(ErrorKind::TimedOut, "a drive keeps the work on its cache from ending");
+        let stopped = if left.is_empty() { Ok(()) } else { Err(late()) };
+        flushed.into_iter().chain(closed).chain([stopped]).collect()
+    }
+
+    /// Gives up the lanes, but those of drives with a thread that was left behind: while its system
+    /// call lasts they are nobody else's.
+    fn release(&self, left: &[usize]) {
         let until = Instant::now() + self.ctx.options.io_timeout;
-        for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
+        for lane in self.volumes.iter().filter(|v| !left.contains(&v.number)).flat_map(|v| v.lanes().all.clone()) {
             lane.release(until);
         }
-        flushed.into_iter().chain(closed).collect()
     }
 
     /// Waits until reclaim has nothing left to do: afterwards it gives up only what expires, until
@@ -228,11 +239,8 @@ impl Log {
         if !self.ctx.close() {
             return;
         }
-        self.stop_threads(None);
-        let until = Instant::now() + self.ctx.options.io_timeout;
-        for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
-            lane.release(until);
-        }
+        let left = self.stop_threads(None);
+        self.release(&left);
     }
 
     /// Segments that are ready for puts.
@@ -241,9 +249,10 @@ impl Log {
         self.volumes.iter().filter_map(|v| v.own()).filter_map(|l| Some(l.state().ok()?.segments.ready())).sum()
     }
 
-    /// Ends the threads: at once without `stop_by`, else when nothing is left to write, and soon
-    /// after `stop_by` at the latest.
-    fn stop_threads(&self, stop_by: Option<Instant>) {
+    /// Ends the threads: at once without `stop_by`, else when nothing is left to write. The numbers
+    /// of drives with a thread that does not end within an I/O time-out: where reads hang, so does
+    /// a system call that punches a hole.
+    fn stop_threads(&self, stop_by: Option<Instant>) -> Vec<usize> {
         self.stop.store(true, Ordering::Release);
         for volume in &self.volumes {
             volume.wake();
@@ -255,13 +264,23 @@ impl Log {
             lane.work.notify_all();
             lane.progress.notify_all();
         }
-        for thread in std::mem::take(&mut *self.threads.lock()) {
-            drop(thread.join());
+        let until = stop_by.unwrap_or_else(Instant::now) + self.ctx.options.io_timeout;
+        let mut left = Vec::new();
+        for (drive, thread) in std::mem::take(&mut *self.threads.lock()) {
+            while !thread.is_finished() && Instant::now() < until {
+                std::thread::sleep(LOOK_AGAIN);
+            }
+            if thread.is_finished() {
+                drop(thread.join());
+            } else {
+                left.push(drive);
+            }
         }
         for lane in self.volumes.iter().filter_map(|v| v.own()) {
             let waiting = lane.state().map(|mut state| (state.puts.take_deferred(), state.puts.take_unpublished()));
             drop(waiting);
         }
+        left
     }
 
     /// The queues of drive `i`; `None` where there is no such drive.

@@ -1,7 +1,7 @@
 //! From settings to the options of a log, for everything that opens one.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,13 +17,13 @@ use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
 
-/// Warnings about cache directories that were logged already: a process may open a directory many
-/// times.
-static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+/// Warnings that were logged already, by cache directory and advice: a process may open a directory
+/// many times, and the rest of a text may have figures that change.
+static TOLD: Mutex<BTreeSet<(PathBuf, String)>> = Mutex::new(BTreeSet::new());
 
-/// Logs a warning, which names its directory, once in a process.
-fn tell_once(warning: &Warning) -> bool {
-    let is_new = TOLD.lock().insert(warning.to_string());
+/// Logs a warning about a directory once in a process.
+fn tell_once(dir: &Path, warning: &Warning) -> bool {
+    let is_new = TOLD.lock().insert((dir.to_path_buf(), warning.advice.clone()));
     if is_new {
         tracing::warn!("{warning}");
     }
@@ -42,7 +42,7 @@ impl LogOptions {
         let mut each = Vec::with_capacity(drives.len());
         for drive in drives {
             for warning in CacheDir::open(&drive.path, &checks, &mounts)?.warnings {
-                tell_once(&warning);
+                tell_once(&drive.path, &warning);
             }
             let (size, _) = file_system_bytes(&drive.path)?;
             each.push(DriveOptions {
@@ -82,7 +82,7 @@ impl LogOptions {
         for (dir, drive) in options.dirs.iter().zip(&options.drives).filter(|_| settings.mode == Mode::Rw) {
             let segment_bytes = Sizes::plan(&options, drive.capacity_bytes.unwrap_or(0)).map_or(0, |s| s.segment_bytes);
             if let Some(warning) = no_room(settings, dir, file_system_bytes(dir)?, segment_bytes) {
-                tell_once(&warning);
+                tell_once(dir, &warning);
             }
         }
         Ok(options)
@@ -132,15 +132,14 @@ mod tests {
 
     #[test]
     fn of_each_directory_a_warning_is_told_once() {
-        let warning = |dir: &str| Warning {
-            kind: WarningKind::Permissions,
-            key: "cache_dir".into(),
-            origin: None,
-            message: format!("{dir} lies on a file system mounted with discard"),
-            advice: String::new(),
+        let tell = |dir: &str, free: u64, advice: &str| {
+            let (kind, message) = (WarningKind::NoRoom, format!("{free} bytes are free"));
+            let (key, advice) = ("cache_dir".into(), advice.into());
+            tell_once(Path::new(dir), &Warning { kind, key, origin: None, message, advice })
         };
-        assert!(tell_once(&warning("/told/once")) && tell_once(&warning("/told/too")));
-        assert!(!tell_once(&warning("/told/once")));
+        assert!(tell("/told/once", 1, "free space") && tell("/told/too", 1, "free space"));
+        assert!(!tell("/told/once", 2, "free space"), "only its figures differ");
+        assert!(tell("/told/once", 2, "mount it otherwise"));
     }
 
     #[test]

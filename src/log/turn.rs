@@ -44,7 +44,7 @@ impl Log {
     /// Prepares the policies and quotas, and starts the threads; a log without threads loads its
     /// policies at once.
     pub(super) fn start_threads(&self) -> crate::Result<()> {
-        for volume in &self.volumes {
+        for (number, volume) in self.volumes.iter().enumerate() {
             let Some(lane) = volume.own() else { continue };
             policy::expect(&lane);
             if let Some(quota) = &volume.quota {
@@ -54,9 +54,9 @@ impl Log {
                 policy::load(&lane, &volume.policy);
                 continue;
             }
-            self.spawn("fb-journal", move || journal::run(&lane))?;
+            self.spawn(number, "fb-journal", move || journal::run(&lane))?;
             let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
-            self.spawn("fb-maintenance", move || reclaim::run(&volume, &stop))?;
+            self.spawn(number, "fb-maintenance", move || reclaim::run(&volume, &stop))?;
         }
         Ok(())
     }

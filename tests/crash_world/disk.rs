@@ -146,16 +146,16 @@ impl Content {
     }
 
     /// Applies the sectors of a write, or the pages of a hole, that `keep` says.
-    fn apply_torn(&mut self, op: &Op, mut keep: impl FnMut() -> bool) {
+    fn apply_torn(&mut self, op: &Op, mut keep: impl FnMut(u64) -> bool) {
         if let Op::Punch(at, len) = op {
-            for n in (0..len / PAGE as u64).filter(|_| keep()) {
+            for n in (0..len / PAGE as u64).filter(|n| keep(*n)) {
                 self.punch(at + n * PAGE as u64, PAGE as u64);
             }
             return;
         }
         let Op::Write(at, bytes) = op else { return self.apply(op) };
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
-            if keep() {
+            if keep(i as u64) {
                 self.write(at + (i * SECTOR) as u64, sector);
             }
         }
@@ -179,6 +179,17 @@ enum Op {
     Len(u64),
     Allocate(u64, u64),
     Punch(u64, u64),
+}
+
+impl Op {
+    /// In how many parts it may reach the drive.
+    fn parts(&self) -> u64 {
+        match self {
+            Self::Write(_, bytes) => bytes.len().div_ceil(SECTOR) as u64,
+            Self::Punch(_, len) => len / PAGE as u64,
+            Self::Len(_) | Self::Allocate(..) => 1,
+        }
+    }
 }
 
 #[derive(Clone, Default)]
@@ -210,6 +221,8 @@ pub enum Loss {
     Some,
     /// Any operations are missing, others are torn at 512 bytes.
     Torn,
+    /// Any operations are missing, of others only the start or the end is there.
+    Cut,
     /// None of it but what was done to files of this name.
     AllBut(&'static str),
 }
@@ -265,8 +278,12 @@ impl Files {
                         match loss {
                             Loss::Tail if number + tail <= total => content.apply(op),
                             Loss::Some if rng.below(8) < keep_of_8 => content.apply(op),
-                            Loss::Torn if rng.below(8) < keep_of_8 => content.apply(op),
-                            Loss::Torn if rng.below(2) == 0 => content.apply_torn(op, || rng.below(2) == 0),
+                            Loss::Torn | Loss::Cut if rng.below(8) < keep_of_8 => content.apply(op),
+                            Loss::Torn if rng.below(2) == 0 => content.apply_torn(op, |_| rng.below(2) == 0),
+                            Loss::Cut if rng.below(2) == 0 => {
+                                let (at, starts) = (rng.below(op.parts() + 1), rng.below(2) == 0);
+                                content.apply_torn(op, |part| (part < at) == starts);
+                            }
                             _ => {}
                         }
                     }
@@ -301,6 +318,8 @@ pub struct SimDisk {
     /// How often, of 1000 times, a write or flush of FLOORS fails.
     floor_faults: Mutex<(u64, Rng)>,
     operations: AtomicU64,
+    /// The operation up to which a flush that failed is new.
+    failed_until: AtomicU64,
 }
 
 impl SimDisk {
@@ -316,6 +335,7 @@ impl SimDisk {
             told_as: OnceLock::new(),
             floor_faults: Mutex::new((0, Rng(0))),
             operations: AtomicU64::new(0),
+            failed_until: AtomicU64::new(0),
         })
     }
 
@@ -347,6 +367,12 @@ impl SimDisk {
 
     pub fn operations(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
+    }
+
+    /// Whether a flush has lost writes within the last operations: what was written again since
+    /// may be torn over what the first try left.
+    pub fn has_just_failed(&self) -> bool {
+        self.operations() < self.failed_until.load(Ordering::Relaxed)
     }
 
     /// The space of the whole disk, in bytes.
@@ -488,6 +514,7 @@ impl SimFile {
 
     /// Drops some of the writes since the last good flush.
     fn lose(&self, seed: u64) {
+        self.disk.failed_until.store(self.disk.operations() + 12, Ordering::Relaxed);
         let mut rng = Rng::of(seed, 79);
         {
             let mut files = self.disk.files.lock();

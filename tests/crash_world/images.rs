@@ -16,7 +16,7 @@ use super::model::{Put, State};
 use super::rng::Rng;
 use super::steps::telling;
 use super::world::{FAILED, Process, Start, World};
-use super::{Config, key};
+use super::{Config, FLUSHES_FAIL_FROM, key};
 
 /// How much is looked at.
 #[derive(Clone, Copy, Debug)]
@@ -305,7 +305,11 @@ impl World {
         self.tell_key();
         let must = self.must_of(self.present());
         let files = self.disk.files();
-        let images = if self.depth == 0 { self.judge.effort.images } else { 1 };
+        let images = match self.depth {
+            0 if self.config.faults.flush > 0 && self.disk.has_just_failed() => 3 * self.judge.effort.images,
+            0 => self.judge.effort.images,
+            _ => 1,
+        };
         let apart: &[&str] = if self.judge.effort.apart { &["index.kv", "data.kv"] } else { &[] };
         let losses = (0..images).map(|n| (n, None)).chain(apart.iter().map(|name| (0, Some(Loss::AllBut(name)))));
         for (n, loss) in losses {
@@ -315,6 +319,7 @@ impl World {
                 (_, 0) => Loss::Tail,
                 (_, 1) => Loss::Some,
                 (_, 2) => Loss::AllBut(["index.kv", "data.kv", "FLOORS"][rng.below(3) as usize]),
+                _ if self.config.seed >= FLUSHES_FAIL_FROM && rng.one_in(2) => Loss::Cut,
                 _ => Loss::Torn,
             });
             let mut image = Rng(rng.next());

@@ -68,6 +68,9 @@ const HARSH_FROM: u64 = 90_000_000;
 /// From here on they fail up to three times as often as that, and some have few keys: what a failure
 /// has left behind meets the next removal, segment or put of the same key.
 const HARSHER_FROM: u64 = 91_000_000;
+/// From here on up to a third of the flushes of some fail, there are three times as many images after
+/// one that loses writes, and half of the torn writes are cut in two.
+const FLUSHES_FAIL_FROM: u64 = 99_800_000;
 
 impl Config {
     pub fn of(seed: u64) -> Self {
@@ -86,6 +89,7 @@ impl Config {
                 short: rng.below(share),
                 hang: rng.below(share),
                 rot: rng.below(8),
+                flush: if seed >= FLUSHES_FAIL_FROM { flush_faults(seed) } else { 0 },
             },
             segments: 3 * usual.writers as u64,
             space: if rng.one_in(3) { (300 << 10) + rng.below(1 << 20) } else { u64::MAX },
@@ -118,7 +122,7 @@ impl Config {
             writers,
             steps: 60 + rng.below(120),
             faults: if rng.one_in(3) {
-                Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4 }
+                Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4, flush: 0 }
             } else {
                 Faults::default()
             },
@@ -141,6 +145,11 @@ impl Config {
         let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 16); self.layers];
         Arc::new(Geometry::new("crash", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap())
     }
+}
+
+fn flush_faults(seed: u64) -> u64 {
+    let mut rng = Rng::of(seed, 4);
+    if rng.one_in(2) { rng.below(333) } else { 0 }
 }
 
 pub fn key(n: u64) -> ChunkKey {

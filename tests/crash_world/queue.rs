@@ -20,6 +20,8 @@ pub struct Faults {
     pub short: u64,
     pub hang: u64,
     pub rot: u64,
+    /// Flushes only.
+    pub flush: u64,
 }
 
 /// A transfer that hangs, with the memory that it keeps.
@@ -112,6 +114,9 @@ impl SimQueue {
         let (faults, rng) = &mut *self.faults.lock();
         let mut hit = |share: u64| share > 0 && rng.below(1000) < share;
         if hit(faults.eio) {
+            return Some((ErrorKind::Io, false));
+        }
+        if op == Op::Flush && hit(faults.flush) {
             return Some((ErrorKind::Io, false));
         }
         if op == Op::Write && hit(faults.no_space) {

@@ -51,7 +51,7 @@ fn a_survey_sums_up_segments_and_finds_the_hot_half() {
     for n in 0..40 {
         let e = Entry { segment: (n / 10) as u32, pages: 2, kind: EntryKind::Chunk, ..entry(n, 100 + n) };
         let slot = table.insert(&e).unwrap().slot;
-        recency.insert(slot, n as u32 + 1, 0);
+        recency.set(slot, n as u32 + 1, 0);
     }
     let options = SurveyOptions { segments: 3, hot_percent: 50, sample_every: 1, offset: 0, now_s: 0 };
     let survey = Survey::take(&table, &recency, &options);
@@ -74,7 +74,7 @@ fn a_survey_sums_up_segments_and_finds_the_hot_half() {
 #[test]
 fn recency_counts_uses_and_follows_a_growing_table() {
     let mut old = Recency::new(10);
-    old.insert(3, 7, 1);
+    old.set(3, 7, 1);
     old.touch(3, 9);
     old.touch(3, 8);
     assert_eq!(old.get(3), (9, 3));

@@ -75,11 +75,13 @@ impl Budget {
     /// bytes would be left of the capacity; all under the lock.
     ///
     /// # Errors
-    /// `NoSpace` where capacity or free floor do not allow it; `TimedOut` where another process
-    /// keeps the lock; those of `take`.
+    /// `NoSpace` where capacity or free floor do not allow it; `TimedOut` where another thread or
+    /// process keeps the lock; those of `take`.
     pub(in crate::log) fn grant<T>(&self, bytes: u64, spare: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
         let path = self.root.join(paths::BUDGET);
-        let file = self.file.lock();
+        // Whoever has it allocates, which waits where the drive hangs.
+        let late = || Error::new(ErrorKind::TimedOut, "the drive does not end an earlier allocation").at(&self.root);
+        let file = self.file.try_lock_for(self.timeout).ok_or_else(late)?;
         let _lock = FileLock::wait(&*file, &path, self.timeout)?;
         self.check(bytes, spare)?;
         take()

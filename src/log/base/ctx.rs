@@ -1,8 +1,12 @@
 //! What all parts of an open log share: settings, clock, counters, and who this process is.
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
 
 use super::admission::Admit;
 use super::codec::CodecChoice;
@@ -15,6 +19,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
 
+/// Least time between two warnings about the same.
+const TELL_EVERY_NS: u64 = 60_000_000_000;
+
 /// Shared by a log, its drives, lanes and threads.
 #[derive(Debug)]
 pub(in crate::log) struct Ctx {
@@ -26,8 +33,8 @@ pub(in crate::log) struct Ctx {
     pub(in crate::log) in_flight: Arc<InFlight>,
     pub(in crate::log) boot: BootId,
     pub(in crate::log) me: Holder,
-    /// When a bad chunk was last logged; 0 where none was.
-    pub(in crate::log) bad_told_ns: AtomicU64,
+    /// When it was last warned of something, and of which place.
+    told_ns: Mutex<BTreeMap<(&'static str, PathBuf), u64>>,
     full_layout: SlotLayout,
     full_coded: SlotLayout,
     pid: u32,
@@ -45,7 +52,7 @@ impl Ctx {
             counters: LogCounters::default(),
             evicted: EvictionFeed::default(),
             in_flight: Arc::default(),
-            bad_told_ns: AtomicU64::new(0),
+            told_ns: Mutex::default(),
             boot: boot_id()?,
             me: holder("self")?,
             pid: std::process::id(),
@@ -81,6 +88,29 @@ impl Ctx {
     /// Marks it closed; whether it was open.
     pub(in crate::log) fn close(&self) -> bool {
         !self.closed.swap(true, Ordering::AcqRel)
+    }
+
+    /// Logs a failure that may come again and again: a warning at first, and then once a minute for
+    /// each place.
+    pub(in crate::log) fn tell(&self, what: &'static str, at: &Path, e: &Error) {
+        if self.may_warn(what, at) {
+            tracing::warn!(at = %at.display(), error = %e, "{what}");
+        } else {
+            tracing::debug!(at = %at.display(), error = %e, "{what}");
+        }
+    }
+
+    /// Whether the last warning about the same, for which this answer counts as one, is a minute
+    /// old.
+    pub(in crate::log) fn may_warn(&self, what: &'static str, at: &Path) -> bool {
+        let now_ns = self.options.clock.boot_ns();
+        let mut told_ns = self.told_ns.lock();
+        let last = told_ns.entry((what, at.to_path_buf())).or_default();
+        let is_due = *last == 0 || now_ns.saturating_sub(*last) >= TELL_EVERY_NS;
+        if is_due {
+            *last = now_ns.max(1);
+        }
+        is_due
     }
 
     /// Where header and extents of an entry's slot lie.
@@ -154,4 +184,41 @@ pub(in crate::log) fn holder(pid: &str) -> Result<Holder> {
     let link = link.unwrap_or_else(|_| ns_link(0));
     Holder::parse(&stat, &link)
         .ok_or_else(|| Error::new(ErrorKind::Unsupported, "cannot parse this process's /proc entry").at(&path))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+    use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
+    use crate::log::Clock;
+
+    #[derive(Debug)]
+    struct Fake(AtomicU64);
+
+    impl Clock for Fake {
+        fn unix_ms(&self) -> u64 {
+            0
+        }
+
+        fn boot_ns(&self) -> u64 {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+
+    #[test]
+    fn of_what_fails_again_and_again_it_is_warned_once_a_minute() {
+        let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64)];
+        let geometry = Geometry::new("small", DType::named("bf16").unwrap(), layers, 16);
+        let clock = Arc::new(Fake(AtomicU64::new(5)));
+        let options = LogOptions { clock: clock.clone(), ..LogOptions::new("/cache", Arc::new(geometry.unwrap())) };
+        let ctx = Ctx::new(options).unwrap();
+        let warns = |what, at: &str| ctx.may_warn(what, Path::new(at));
+        assert!(warns("it fails", "/a") && warns("it fails", "/b") && warns("it is slow", "/a"));
+        clock.0.store(4 + TELL_EVERY_NS, Ordering::Relaxed);
+        assert!(!warns("it fails", "/a") && !warns("it is slow", "/a"));
+        clock.0.store(5 + TELL_EVERY_NS, Ordering::Relaxed);
+        assert!(warns("it fails", "/a") && !warns("it fails", "/a") && warns("it is slow", "/a"));
+    }
 }

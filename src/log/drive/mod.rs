@@ -417,7 +417,7 @@ impl Volume {
                     self.note(summary);
                     self.adopt(lane);
                 }
-                Err(e) => tracing::warn!(lane = %dir.display(), error = %e, "an orphaned lane cannot be adopted"),
+                Err(e) => self.ctx.tell("an orphaned lane cannot be adopted", &dir, &e),
             }
         }
         Ok(())

@@ -258,7 +258,7 @@ fn trouble(lane: &Lane, e: &Error) {
         return;
     }
     lane.ctx.counters.write_errors.add(1);
-    tracing::warn!(lane = %lane.dir.display(), error = %e, "the journal could not be written");
+    lane.ctx.tell("the journal could not be written", &lane.dir, e);
     if let Ok(mut state) = lane.state() {
         state.pending.note_failure();
     }

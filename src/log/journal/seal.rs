@@ -51,7 +51,6 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
     state.segments.end_seal(segment, used);
     recycle(&mut state, (segment, epoch));
     if let Some(shared) = lane.shared() {
-        drop(shared.set_first_seq(segment, header.min_sequence));
         drop(shared.set_segment(segment, SegmentState::Sealed, epoch));
     }
     drop(state);
@@ -146,11 +145,13 @@ fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
     })
 }
 
-/// As [`write_gone`]; where it cannot be written it is tried again later.
-pub(in crate::log) fn try_write_gone(lane: &Lane, segment: u32) {
-    if let Err(e) = write_gone(lane, segment) {
+/// As [`write_gone`]; `false` where it cannot be written, and is tried again later.
+pub(in crate::log) fn try_write_gone(lane: &Lane, segment: u32) -> bool {
+    let outcome = write_gone(lane, segment);
+    if let Err(e) = &outcome {
         tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment's list of evicted slots was not written");
     }
+    outcome.is_ok()
 }
 
 /// The records of one use of a sealed segment, as its region has them.

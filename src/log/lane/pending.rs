@@ -31,10 +31,11 @@ pub(in crate::log) struct Pending {
     /// Oldest first.
     records: VecDeque<Record>,
     since: Option<Instant>,
-    /// Numbers of the last flush asked for and of the last one done, and the error of that one.
+    /// Numbers of the last flush asked for and of the last one done.
     asked: u64,
     done: u64,
-    error: Option<(ErrorKind, String)>,
+    /// The last one that failed, and why: who asked for it, or earlier, may not have looked yet.
+    failed: Option<(u64, ErrorKind, String)>,
     /// A flush has failed since the records were last made to wait again for that.
     is_doubtful: bool,
     /// Flushes of index.kv that have failed.
@@ -193,14 +194,16 @@ impl Pending {
         if outcome.is_ok() {
             self.failures = 0;
         }
-        self.error = outcome.err().map(|e| (e.kind(), e.to_string()));
+        if let Err(e) = outcome {
+            self.failed = Some((self.done, e.kind(), e.to_string()));
+        }
     }
 
     /// How flush number `asked` ended; `None` while it has not.
     pub(in crate::log) fn outcome(&self, asked: u64) -> Option<Result<()>> {
-        let outcome = || match &self.error {
-            None => Ok(()),
-            Some((kind, why)) => Err(Error::new(*kind, format!("the flush failed: {why}"))),
+        let outcome = || match &self.failed {
+            Some((up_to, kind, why)) if asked <= *up_to => Err(Error::new(*kind, format!("the flush failed: {why}"))),
+            _ => Ok(()),
         };
         (self.done >= asked).then(outcome)
     }
@@ -251,6 +254,15 @@ mod tests {
             waiting.push(pending.waiting());
         }
         assert_eq!(waiting, [1, 2]);
+    }
+
+    #[test]
+    fn a_flush_that_failed_stays_so_when_the_next_one_is_answered_first() {
+        let mut pending = Pending::new(16, 0);
+        let (failed, good) = (pending.ask(), pending.ask());
+        pending.answer(failed, Err(Error::new(ErrorKind::Io, "no")), Vec::new);
+        pending.answer(good, Ok(()), Vec::new);
+        assert!(pending.outcome(failed).unwrap().is_err() && pending.outcome(good).unwrap().is_ok());
     }
 
     #[test]

@@ -40,6 +40,8 @@ pub(in crate::log) struct Segment {
     next_page: u32,
     /// Places that are held.
     pending: u32,
+    /// Those of them whose headers are being written.
+    headers: Vec<u32>,
     /// Records, while it is open or full.
     records: Vec<Record>,
     /// Least sequence of a slot that was given a place in it.
@@ -75,6 +77,7 @@ impl Segment {
             epoch,
             next_page: 0,
             pending: 0,
+            headers: Vec::new(),
             records: Vec::new(),
             first_seq: u64::MAX,
             min_seq: 0,
@@ -300,10 +303,22 @@ impl Segments {
         }
     }
 
+    /// The header of the slot at this place is about to be written: its segment is not sealed
+    /// before the place is given back. `false` where it is being sealed: what was no slot when its
+    /// gaps were wiped must not become one.
+    pub(in crate::log) fn begin_header(&mut self, place: SlotPlace) -> bool {
+        if !self.takes_records(place.segment, place.epoch) {
+            return false;
+        }
+        self.of_use(place.segment, place.epoch).iter_mut().for_each(|s| s.headers.push(place.page));
+        true
+    }
+
     /// The place is no longer held: its put has ended, published or not.
     pub(in crate::log) fn end_put(&mut self, place: SlotPlace) {
         if let Some(segment) = self.of_use(place.segment, place.epoch) {
             segment.pending = segment.pending.saturating_sub(1);
+            segment.headers.retain(|page| *page != place.page);
         }
     }
 
@@ -462,11 +477,12 @@ impl Segments {
 
     // Sealing.
 
-    /// A full segment whose puts have ended, or that has been full for at least `patience`.
+    /// A full segment whose puts have ended, or that has been full for at least `patience` and has
+    /// no header that is being written.
     pub(in crate::log) fn next_full(&self, patience: Duration) -> Option<u32> {
         let ready = |s: &Segment| {
             let waited = || s.full_since.is_some_and(|since| since.elapsed() >= patience);
-            s.phase == SegmentPhase::Full && (s.pending == 0 || waited())
+            s.phase == SegmentPhase::Full && (s.pending == 0 || s.headers.is_empty() && waited())
         };
         self.iter().find(|(_, s)| ready(s)).map(|(n, _)| n)
     }
@@ -715,6 +731,23 @@ mod tests {
         let counts = segments.gone_counts();
         segments.mark_gone_durable(&counts);
         assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled == 1 && segments.gone_changed().is_empty());
+    }
+
+    #[test]
+    fn a_seal_waits_for_headers_that_are_being_written_and_no_header_comes_after_it() {
+        let mut segments = Segments::new(16, 8);
+        segments.add_ready(0);
+        let [early, late] = [(); 2].map(|()| segments.place(Need { pages: 2, align: 1 }, None).unwrap());
+        assert!(segments.begin_header(early));
+        segments.close_open();
+        assert_eq!(segments.next_full(Duration::ZERO), None);
+        segments.end_put(early);
+        assert_eq!(segments.next_full(Duration::MAX), None, "a put has not ended");
+        assert_eq!(segments.next_full(Duration::ZERO), Some(0), "it has been waited for");
+        let (_, records) = segments.begin_seal(0).unwrap();
+        assert!(!segments.begin_header(late));
+        segments.undo_seal(0, records);
+        assert!(!segments.begin_header(late), "its gaps may have been wiped");
     }
 
     #[test]

@@ -143,7 +143,7 @@ pub(in crate::log) fn wants_growth(lane: &Lane, state: &LaneState) -> bool {
 pub(in crate::log) fn grow(lane: &Lane) -> Result<()> {
     let outcome = try_grow(lane);
     if let Err(e) = &outcome {
-        tracing::warn!(lane = %lane.dir.display(), error = %e, "the index could not grow");
+        lane.ctx.tell("the index could not grow", &lane.dir, e);
         let mut state = lane.state()?;
         state.growth.after = Some(Instant::now() + GROW_RETRY);
         state.growth.starved |= e.kind() == ErrorKind::NoSpace;

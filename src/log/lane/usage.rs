@@ -109,9 +109,9 @@ impl Usage {
         // every slot. What has a hotness counts as used one tick later.
         if self.tick > 0 {
             let tick = self.next_tick(table);
-            self.recency.insert(slot, tick, 0);
+            self.recency.set(slot, tick, 0);
         } else if hotness > 0 || again {
-            self.recency.insert(slot, u32::from(hotness > 0), hotness);
+            self.recency.set(slot, u32::from(hotness > 0), hotness);
         }
     }
 
@@ -132,7 +132,7 @@ impl Usage {
 
     /// Takes over what is known of the uses of a chunk that was moved here.
     pub(in crate::log) fn carry(&mut self, slot: u32, (tick, uses): (u32, u8)) {
-        self.recency.insert(slot, tick, uses);
+        self.recency.set(slot, tick, uses);
     }
 
     /// Bytes that a tenant's chunks take.

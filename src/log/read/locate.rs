@@ -5,8 +5,8 @@
 //! exception: the first call after another process has opened a lane attaches to that lane, which
 //! reads its superblock.
 
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::chunk::{Bad, Chunk};
@@ -23,8 +23,6 @@ use crate::log::lane::Lane;
 
 /// Keys looked up at once, so that a long prompt that misses early costs little.
 const BLOCK: usize = 64;
-/// Least time between two log lines about bad chunks.
-const BAD_EVERY_NS: u64 = 60_000_000_000;
 
 impl Volume {
     /// Where a key lies on this drive, if it may be served.
@@ -267,7 +265,9 @@ impl Log {
         }
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
-        let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) else { return false };
+        // In a condemned segment slots become unreadable before their entries leave.
+        let stays = |e: &Entry| is_here(e) && is_staying(chunk.lane.shared().as_ref(), e);
+        let Some(entry) = chunk.lane.get(&chunk.key).filter(stays) else { return false };
         self.ctx.counters.bad_chunks.add(1);
         // A reader cannot remove it; and one bad chunk that is asked for again and again is no bad
         // drive.
@@ -290,13 +290,7 @@ impl Log {
 impl Log {
     /// Logs a bad chunk, at most one a minute: a failing drive may have thousands.
     fn tell_bad(&self, chunk: &Chunk, why: Bad) {
-        let now_ns = self.ctx.options.clock.boot_ns();
-        let told_ns = self.ctx.bad_told_ns.load(Ordering::Relaxed);
-        let is_due = told_ns == 0 || now_ns.saturating_sub(told_ns) >= BAD_EVERY_NS;
-        let is_first = || {
-            self.ctx.bad_told_ns.compare_exchange(told_ns, now_ns.max(1), Ordering::Relaxed, Ordering::Relaxed).is_ok()
-        };
-        if is_due && is_first() {
+        if self.ctx.may_warn("a bad chunk", Path::new("")) {
             let what = match why {
                 Bad::Corrupt => "is not what was stored and is dropped",
                 Bad::Io => "cannot be read",

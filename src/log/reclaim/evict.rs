@@ -96,7 +96,7 @@ fn tidy(volume: &Volume, own: &Lane, most: u64) {
 fn evict_some(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
     trim_regions(own)?;
     let mut freed = 0;
-    while freed < bytes {
+    while freed < bytes && !volume.ctx.is_closed() {
         // After a hole that failed, one chunk shows whether they are taken again.
         let most = if own.has_failed_a_hole() { 1 } else { bytes - freed };
         let need = own.segment_bytes().saturating_sub(freed).min(most);
@@ -314,15 +314,16 @@ pub(in crate::log) fn flush_evictions(lane: &Lane) {
     if !lane.erasures_are_durable()
         && let Err(e) = lane.flush_erasures()
     {
-        tracing::warn!(lane = %lane.dir.display(), error = %e, "evictions are not durable yet");
+        lane.ctx.tell("evictions are not durable yet", &lane.dir, &e);
     }
     write_lists(lane);
 }
 
-/// Writes the lists of gone slots that have changed.
+/// Writes the lists of gone slots that have changed, up to the first that cannot be written: a
+/// drive that fails one of them may take as long over each of the others.
 pub(super) fn write_lists(lane: &Lane) {
     let changed = lane.state().map(|state| state.segments.gone_changed()).unwrap_or_default();
-    changed.into_iter().for_each(|segment| journal::try_write_gone(lane, segment));
+    let _all = changed.into_iter().all(|segment| journal::try_write_gone(lane, segment));
 }
 
 /// Makes the slots of entries unreadable that other processes, or loads, have marked as removed,

@@ -116,7 +116,7 @@ impl Maintenance {
         }
         quota::count(volume);
         if let Err(e) = volume.adopt_orphans(Duration::ZERO) {
-            tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");
+            volume.ctx.tell("cannot look for orphaned lanes", &volume.root, &e);
         }
         for lane in volume.lanes().held() {
             if let Some(shared) = lane.shared() {
@@ -141,7 +141,7 @@ impl Maintenance {
 
 fn apply_floors(volume: &Volume) {
     if let Err(e) = floors::apply(volume) {
-        tracing::warn!(drive = %volume.root.display(), error = %e, "chunks removed as a whole still take space");
+        volume.ctx.tell("chunks removed as a whole still take space", &volume.root, &e);
     }
 }
 
@@ -151,7 +151,7 @@ fn sweep(volume: &Volume) {
         let Some(removals) = lane.shared().map(|s| s.removals()).filter(|n| *n != lane.swept()) else { continue };
         match evict::sweep(volume, lane) {
             Ok(()) => lane.set_swept(removals),
-            Err(e) => tracing::warn!(lane = %lane.dir.display(), error = %e, "removed chunks still take space"),
+            Err(e) => volume.ctx.tell("removed chunks still take space", &lane.dir, &e),
         }
     }
 }

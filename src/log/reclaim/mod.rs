@@ -30,6 +30,7 @@ pub(super) use orphans::delete;
 /// Parts of this module, for tests that decide what is evicted and when.
 #[cfg(test)]
 pub(super) mod steps {
+    use std::path::Path;
     use std::sync::Arc;
 
     use crate::error::Result;
@@ -48,5 +49,9 @@ pub(super) mod steps {
 
     pub(in crate::log) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
         super::segment::reclaim_dead(volume, role)
+    }
+
+    pub(in crate::log) fn remove_orphan(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
+        super::orphans::try_remove(volume, shard, lane)
     }
 }

@@ -74,7 +74,8 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
 /// # Errors
 /// Those of the drive: then all copies go, and zeros over their headers, if the drive still can.
 pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>, dropped: &mut Vec<Record>) -> Result<()> {
-    dropped.extend(copies.extract_if(.., |copy| !copy.is_wanted(from)).map(|copy| copy.record));
+    let unwanted = |copy: &mut Copy| !(copy.is_wanted(from) && copy.begin_header(own));
+    dropped.extend(copies.extract_if(.., unwanted).map(|copy| copy.record));
     if copies.is_empty() {
         return Ok(());
     }
@@ -127,6 +128,11 @@ impl Copy {
     /// after this look.
     fn is_wanted(&self, from: &Lane) -> bool {
         !self.claim.is_removed() && slot_in_table(from, &self.record).is_some()
+    }
+
+    /// `false` where the segment that it lies in has been sealed without it.
+    fn begin_header(&self, own: &Lane) -> bool {
+        own.state().is_ok_and(|mut state| state.segments.begin_header(self.place))
     }
 
     fn write_header(&self, own: &Lane) -> Result<()> {
@@ -207,7 +213,7 @@ fn publish(own: &Lane, (from, claim): (&Lane, &KeyClaim), old: &Record, moved: R
     let mut state = own.state()?;
     let (table, shared) = (own.table(), own.shared());
     let is_own = own.number == from.number;
-    if !is_own && table.get_marked(&old.key).is_some() || !state.segments.takes_records(moved.segment, moved.epoch) {
+    if !is_own && table.get_marked(&old.key).is_some() {
         return Ok(false);
     }
     // A removal that meets this mark waits until the key lies at its new place, and removes it

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::index::{Access, SharedShard};
 use crate::log::base::lock::ShardLock;
 use crate::log::base::paths;
@@ -36,14 +36,18 @@ pub(super) fn remove_one(volume: &Volume) -> bool {
     found.into_iter().any(|(_, _, shard, lane)| match try_remove(volume, &shard, &lane) {
         Ok(removed) => removed,
         Err(e) => {
-            tracing::warn!(lane = %lane.display(), error = %e, "an orphaned lane cannot be removed");
+            volume.ctx.tell("an orphaned lane cannot be removed", &lane, &e);
             false
         }
     })
 }
 
-fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
-    let _shard_lock = ShardLock::take(shard, volume.ctx.options.io_timeout)?;
+pub(super) fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
+    // Whoever has the shard's lock may keep it for as long as a recovery takes.
+    let _shard_lock = match ShardLock::take(shard, Duration::ZERO) {
+        Err(e) if e.kind() == ErrorKind::TimedOut => return Ok(false),
+        lock => lock?,
+    };
     let Some(_lock) = try_lock(lane)? else { return Ok(false) };
     tracing::info!(lane = %lane.display(), "an orphaned lane is removed to make space");
     let deleted = delete(lane);

@@ -156,7 +156,9 @@ impl KeyRemoval<'_> {
         if !lane.is_held() {
             return self.in_foreign(lane);
         }
-        let _one = lane.erasing.lock();
+        // A hole waits for reads and writes of the file: where one hangs, so does whoever punches.
+        let late = || Error::new(ErrorKind::TimedOut, "the drive does not end what it is doing").at(&lane.dir);
+        let _one = lane.erasing.try_lock_for(lane.ctx.options.io_timeout).ok_or_else(late)?;
         // Once closed, the lane may be another process's.
         self.volume.ctx.check()?;
         // A condemned segment may hold a slot of the keys that no entry names.

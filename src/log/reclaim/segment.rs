@@ -79,8 +79,10 @@ fn reclaim_first(volume: &Volume, of: impl Fn(&Lane) -> bool) -> bool {
             Ok(true) => return true,
             Ok(false) => {}
             Err(e) => {
-                tracing::warn!(lane = %victim.lane.dir.display(), segment = victim.segment, error = %e, "not reclaimed");
-                if volume.ctx.is_closed() {
+                tracing::debug!(segment = victim.segment, "not reclaimed");
+                volume.ctx.tell("a segment cannot be reclaimed", &victim.lane.dir, &e);
+                // A drive that does not answer may take as long over each of the others.
+                if volume.ctx.is_closed() || e.kind() == ErrorKind::TimedOut {
                     return false;
                 }
             }
@@ -95,6 +97,9 @@ pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
         for victim in dead_segments(lane).into_iter().filter_map(|segment| Victim::of(lane, segment, 0)) {
+            if volume.ctx.is_closed() {
+                return count;
+            }
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 continue;
@@ -117,7 +122,7 @@ pub(super) fn dead_segments(lane: &Lane) -> Vec<u32> {
 pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
-            let Some(victim) = Victim::of(lane, segment, 0) else { continue };
+            let Some(victim) = Victim::of(lane, segment, 0).filter(|_| !volume.ctx.is_closed()) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
             }
@@ -211,7 +216,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
-    let mut copies = copy(volume, &own, victim, &mut plan);
+    let mut copies = copy(volume, &own, victim, &mut plan)?;
     // A removal of this process either waits until the entries are gone, or comes before the
     // segment is condemned.
     let _one = lane.erasing.lock();
@@ -291,22 +296,28 @@ fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
 
 /// Writes the slots of `plan.keep` again, except on a drive that is being drained; those that are
 /// not copied go to `plan.drop`.
-fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Vec<moves::Copy> {
+///
+/// # Errors
+/// Where the drive does not answer, or is bad: it would fail all of them, and what lies on it may
+/// be read again when it is back.
+fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Result<Vec<moves::Copy>> {
     if volume.is_draining() {
         plan.drop.append(&mut plan.keep);
     }
     let mut copies = Vec::new();
     for record in std::mem::take(&mut plan.keep) {
-        let copy = moves::copy_slot(volume, own, &victim.lane, &record).unwrap_or_else(|e| {
-            tracing::debug!(error = %e, "a chunk worth keeping was not moved");
-            None
-        });
-        match copy {
-            Some(copy) => copies.push(copy),
-            None => plan.drop.push(record),
+        match moves::copy_slot(volume, own, &victim.lane, &record) {
+            Ok(Some(copy)) => copies.push(copy),
+            Ok(None) => plan.drop.push(record),
+            Err(e) if e.kind() == ErrorKind::TimedOut => return Err(e),
+            Err(e) if e.kind() == ErrorKind::Io && !(volume.is_up() && volume.answers.is_good()) => return Err(e),
+            Err(e) => {
+                tracing::debug!(error = %e, "a chunk worth keeping was not moved");
+                plan.drop.push(record);
+            }
         }
     }
-    copies
+    Ok(copies)
 }
 
 fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {

@@ -24,15 +24,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
                 let (poor, numbered) = (is_poor(volume), has_a_number(&lane));
-                let helped = if numbered {
-                    give_back_spare(volume)
-                        || poor && orphans::remove_one(volume)
-                        || evict::make_room(volume)
-                        || segment::reclaim_one(volume)
-                        || !poor && orphans::remove_one(volume)
-                } else {
-                    segment::reclaim_own(volume)
-                };
+                let helped = if numbered { free_some(volume, poor) } else { segment::reclaim_own(volume) };
                 if !helped {
                     if poor && numbered {
                         pressure::request_space(volume);
@@ -44,6 +36,15 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
             Err(e) => return refused(&lane, &e),
         }
     }
+}
+
+/// Frees space for one segment, or less; `false` where nothing can go. `poor`: as [`is_poor`] says.
+fn free_some(volume: &Volume, poor: bool) -> bool {
+    give_back_spare(volume)
+        || poor && orphans::remove_one(volume)
+        || evict::make_room(volume)
+        || segment::reclaim_one(volume)
+        || !poor && orphans::remove_one(volume)
 }
 
 /// Ends the wait of calls for a segment that the drive does not give, and warns once.
@@ -90,8 +91,9 @@ fn is_poor(volume: &Volume) -> bool {
 /// lowered. Where no hole can be punched, nothing can be given back.
 pub(super) fn shrink(volume: &Volume) {
     let (Some(budget), Some(lane)) = (&volume.budget, volume.own()) else { return };
-    while !lane.has_no_holes() && budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
-        if !give_back_spare(volume) && !evict::make_room(volume) && !segment::reclaim_one(volume) {
+    let goes_on = || !volume.ctx.is_closed() && !lane.has_no_holes();
+    while goes_on() && budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
+        if !free_some(volume, is_poor(volume)) {
             return;
         }
     }

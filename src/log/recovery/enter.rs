@@ -166,7 +166,6 @@ impl<'a> Recovery<'a> {
                     _ => SegmentState::Sealed,
                 };
                 drop(shared.set_segment(number, state, segment.epoch));
-                drop(shared.set_first_seq(number, segment.min_sequence));
             }
             self.state.segments.push_found(FoundSegment {
                 phase,

@@ -13,7 +13,7 @@
 mod ahead;
 mod enter;
 mod open;
-pub mod reader;
+pub(super) mod reader;
 mod regions;
 pub mod scan;
 

@@ -36,7 +36,7 @@ const READERS: usize = 8;
 
 /// State of a segment as found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FoundState {
+pub(in crate::log) enum FoundState {
     /// It holds nothing.
     Free,
     /// Its region holds its records.
@@ -47,25 +47,25 @@ pub enum FoundState {
 
 /// A segment as found.
 #[derive(Clone, Debug)]
-pub struct ReadSegment {
+pub(in crate::log) struct ReadSegment {
     /// State.
-    pub state: FoundState,
+    pub(in crate::log) state: FoundState,
     /// Epoch of its current use; of the next one if it is free.
-    pub epoch: u32,
+    pub(in crate::log) epoch: u32,
     /// Number of records in its region; 0 unless it is sealed.
-    pub count: u32,
+    pub(in crate::log) count: u32,
     /// Reads them.
     reader: Option<RecordsReader>,
     /// Least sequence of its records; 0 without records.
-    pub min_sequence: u64,
+    pub(in crate::log) min_sequence: u64,
     /// Greatest sequence of its records.
-    pub max_sequence: u64,
+    pub(in crate::log) max_sequence: u64,
     /// Its records if it is unsealed.
-    pub records: Vec<Record>,
+    pub(in crate::log) records: Vec<Record>,
     /// First pages of its slots that are gone, if it is sealed.
-    pub gone: Vec<u32>,
+    pub(in crate::log) gone: Vec<u32>,
     /// How many of these, from the first on, are known to be unreadable on the drive.
-    pub settled: usize,
+    pub(in crate::log) settled: usize,
     /// Its region's first page was there but damaged.
     damaged: bool,
 }
@@ -84,17 +84,17 @@ impl ReadSegment {
 
 /// What a lane's index.kv holds.
 #[derive(Clone, Debug, Default)]
-pub struct FoundIndex {
+pub(in crate::log) struct FoundIndex {
     /// Segments, by number.
-    pub segments: Vec<ReadSegment>,
+    pub(in crate::log) segments: Vec<ReadSegment>,
     /// Number of the next journal page.
-    pub next_page: u64,
+    pub(in crate::log) next_page: u64,
     /// Greatest sequence seen.
-    pub max_sequence: u64,
+    pub(in crate::log) max_sequence: u64,
     /// Records given to the caller.
-    pub records: u64,
+    pub(in crate::log) records: u64,
     /// Records and pages that fail their check.
-    pub damaged: u64,
+    pub(in crate::log) damaged: u64,
     /// Segments and first pages of the slots that the end of data.kv cuts in two.
     pub(super) cut: Vec<(u32, u32)>,
 }
@@ -104,7 +104,7 @@ pub struct FoundIndex {
 /// # Errors
 /// `Corrupt` for a short or damaged file, or one of another program; `Incompatible` for one of
 /// another version.
-pub fn superblock(index: &DirectFile) -> Result<Superblock> {
+pub(in crate::log) fn superblock(index: &DirectFile) -> Result<Superblock> {
     let advice = "see what is intact with `forebay fsck check`, restore it with `forebay fsck rebuild`, or set on_incompatible: recreate to lose it";
     let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
     if index.len()? < pages.len() as u64 {
@@ -165,12 +165,19 @@ impl<'a> Reader<'a> {
         let regions = self.regions();
         let headers = std::thread::scope(|scope| {
             let read = |from: u32| move || (from..count.min(from + share)).map(|n| regions.header(n)).collect();
-            let threads: Vec<_> =
-                (1..readers as u32).filter(|i| i * share < count).map(|i| scope.spawn(read(i * share))).collect();
+            let start = |from| {
+                let thread = std::thread::Builder::new().name("fb-recover".to_owned());
+                thread.spawn_scoped(scope, read(from)).map_err(|_| from)
+            };
+            let shares = (1..readers as u32).map(|i| i * share).filter(|from| *from < count);
+            let threads: Vec<_> = shares.map(start).collect();
             let mut headers: Vec<Result<Judged>> = read(0)();
             for thread in threads {
                 let lost = || vec![Err(Error::new(ErrorKind::Internal, "a thread that reads the index panicked"))];
-                headers.extend(thread.join().unwrap_or_else(|_| lost()));
+                headers.extend(match thread {
+                    Ok(thread) => thread.join().unwrap_or_else(|_| lost()),
+                    Err(from) => read(from)(),
+                });
             }
             headers
         });
@@ -234,9 +241,13 @@ impl<'a> Reader<'a> {
             let gone: HashSet<u32> = records.iter().filter(|r| r.kind == RecordKind::Gone).map(|r| r.page).collect();
             records.retain(|r| r.kind == RecordKind::Put && !gone.contains(&r.page));
             records.sort_by_key(|r| (r.sequence, r.key.0));
-            // The records of a page whose write seemed to fail are written to another page too:
-            // both may have reached the drive.
-            records.dedup();
+            // What a failed write or flush may have lost is written again, and both may have reached
+            // the drive; a seal that failed has noted uses in between.
+            records.dedup_by(|again, first| {
+                let is_same = (again.sequence, again.key, again.page) == (first.sequence, first.key, first.page);
+                first.hotness = first.hotness.max(if is_same { again.hotness } else { 0 });
+                is_same
+            });
             records.truncate(capacity);
             let damaged = segment.damaged;
             *segment = ReadSegment { records, damaged, ..ReadSegment::new(FoundState::Unsealed, epoch) };

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use super::support::*;
 use crate::index::AdmissionPolicy;
@@ -99,5 +98,5 @@ fn puts_beyond_the_write_budget_wait_for_the_clock_and_nothing_else_does() {
     assert!((20..=100).contains(&more), "{more}");
     // After a longer time there is room in the budget again.
     clock.0.store(30 * HOUR_NS, Ordering::Relaxed);
-    assert!(log.begin_put_within(spec(4000), Duration::from_secs(10)).is_ok());
+    assert!(log.begin_put_within(spec(4000), PATIENCE).is_ok());
 }

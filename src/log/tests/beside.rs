@@ -171,7 +171,7 @@ fn remove_at(at: usize, (by_other, of_adopted, is_early): (bool, bool, bool)) ->
     assert!(steps::reclaim_one(&log.volumes[0]), "{case}");
     let (_, mut beside) = hook.lock().take().unwrap();
     if let Some(begun) = beside.begun {
-        let end = beside.end.take().unwrap_or_else(|| begun.recv_timeout(Duration::from_secs(20)).unwrap());
+        let end = beside.end.take().unwrap_or_else(|| begun.recv_timeout(PATIENCE).unwrap());
         assert!(end.0.is_ok(), "{case}: {:?}", end.0);
         assert_eq!((end.1, beside.later, readable(&beside.lanes)), (0, 0, 0), "slots that can be read, {case}");
         assert!(!has(&log, REMOVED), "{case}");

@@ -18,7 +18,8 @@ use crate::format::superblock::Superblock;
 use crate::index::{Mark, Reclaim};
 use crate::io::{DirectFile, FileOptions};
 use crate::log::lane::LaneRole;
-use crate::log::{Bad, Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim, recover};
+use crate::log::recovery::reader as recover;
+use crate::log::{Bad, Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim};
 
 const KEYS: u64 = 60;
 

@@ -17,7 +17,7 @@ use crate::io::{self, Fault, Faulty, Op, Request};
 use crate::log::base::paths;
 use crate::log::lane::LaneRole;
 use crate::log::reclaim::steps;
-use crate::log::{Log, LogOptions, Placement, PutOutcome, PutSpec, Turn, journal};
+use crate::log::{Log, LogOptions, Placement, PutOutcome, PutSpec, Turn, journal, reclaim};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
 #[derive(Default)]
@@ -411,13 +411,13 @@ fn a_flush_waits_while_the_ring_is_full() {
 #[test]
 fn a_close_ends_though_the_queue_takes_nothing_any_more() {
     let dir = temp();
-    let io_timeout = Duration::from_millis(300);
+    let io_timeout = Duration::from_secs(1);
     let (log, switch) = faulty(LogOptions { io_timeout, ..options(dir.path()) });
     switch.set(INDEX_BUSY);
     assert!(store(&log, 1));
     let begun = Instant::now();
     assert!(log.close(begun + io_timeout).is_err());
-    assert!(begun.elapsed() < Duration::from_secs(20), "a write that waits for room holds it up for one time-out");
+    assert!(begun.elapsed() < PATIENCE, "a write that waits for room holds it up for one time-out");
     switch.set(NONE);
 }
 
@@ -478,7 +478,7 @@ fn a_header_that_hangs_ends_with_a_time_out() {
 #[test]
 fn a_header_that_a_full_queue_never_takes_ends_at_the_time_out() {
     let dir = temp();
-    let (log, switch) = faulty(LogOptions { io_timeout: Duration::from_secs(1), ..options(dir.path()) });
+    let (log, switch) = faulty(LogOptions { io_timeout: Duration::from_secs(2), ..options(dir.path()) });
     assert!(store(&log, 0));
     assert_eq!(put_with(&log, &switch, DATA_BUSY, 1).unwrap_err().kind(), ErrorKind::Busy);
     assert!(!has(&log, 1) && has(&log, 0));
@@ -614,7 +614,7 @@ fn a_close_saves_and_closes_what_it_can_though_another_drive_fails() {
 #[test]
 fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
     let dir = temp();
-    let options = LogOptions { io_timeout: Duration::from_secs(1), ..options(dir.path()) };
+    let options = LogOptions { io_timeout: Duration::from_millis(1500), ..options(dir.path()) };
     let log = Log::open(options).unwrap();
     assert!(store(&log, 0));
     let PutOutcome::Started(put) = log.begin_put(spec(1)).unwrap() else { panic!("it is new") };
@@ -827,4 +827,64 @@ fn a_flush_that_fails_does_not_forget_what_was_removed() {
     let log = crash(log);
     assert_eq!((log.lookup(&[key(1)]), log.stats().chunks), (0, 2));
     assert!(has(&log, 0) && has(&log, 2));
+}
+
+/// It would take as long over each of the others, and over those of the next segment.
+#[test]
+fn a_reclaim_ends_where_the_drive_does_not_answer_and_costs_no_chunk() {
+    let dir = temp();
+    let (log, switch) = faulty(LogOptions {
+        capacity_bytes: 4 << 20,
+        segment_bytes: Some(128 << 10),
+        policy: crate::index::Reclaim::Lru,
+        reclaim_write_budget: 0.5,
+        foreground: true,
+        ..options(dir.path())
+    });
+    (0..45).for_each(|n| assert!(store(&log, n)));
+    [Turn::Journal, Turn::Maintain].into_iter().for_each(|turn| log.turn(turn));
+    // Chunks of every segment that are worth keeping.
+    (0..45).step_by(4).for_each(|n| assert_eq!(log.lookup(&[key(n)]), 1));
+    log.turn(Turn::Maintain);
+    switch.set(HANG);
+    switch.seen.lock().clear();
+    assert!(!steps::reclaim_one(&log.volumes[0]));
+    let copies = switch.seen.lock().iter().filter(|(op, _, of_index)| *op == Op::Write && !of_index).count();
+    switch.set(NONE);
+    assert_eq!((copies, log.stats().evicted), (1, 0));
+    assert!((0..45).all(|n| has(&log, n)));
+    assert!(steps::reclaim_one(&log.volumes[0]) && log.stats().moved > 1);
+}
+
+#[test]
+fn lists_of_evicted_slots_are_written_up_to_the_first_that_fails() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..60).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let own = log.volumes[0].own().unwrap();
+    let written = || switch.seen.lock().iter().filter(|(op, _, of_index)| *op == Op::Write && *of_index).count();
+    switch.set(INDEX_EIO);
+    let going = [0, 59].map(|n| own.get(&key(n)).unwrap());
+    assert_ne!(going[0].segment, going[1].segment);
+    let _ = steps::evict(&log.volumes[0], &own, going.to_vec());
+    switch.seen.lock().clear();
+    reclaim::flush_evictions(&own);
+    assert_eq!(written(), 1);
+    switch.set(NONE);
+    reclaim::flush_evictions(&own);
+    assert_eq!(written(), 3);
+}
+
+#[test]
+fn a_close_flushes_evictions_of_no_drive_whose_flush_has_failed() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    switch.set(FLUSH_EIO);
+    log.remove(&[key(0)]).unwrap_err();
+    switch.seen.lock().clear();
+    log.close(soon()).unwrap_err();
+    assert_eq!(switch.seen.lock().iter().filter(|(op, _, of_index)| *op == Op::Flush && !of_index).count(), 1);
 }

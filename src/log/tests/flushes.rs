@@ -4,13 +4,14 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::support::*;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::floors::FLOORS_BYTES;
-use crate::io::{Disk, DiskFile, FileOptions, Mount, mount};
+use crate::io::{self, Disk, DiskFile, Fault, Faulty, FileOptions, Mount, Op, Request, mount};
 use crate::log::{Log, LogOptions, Turn};
 
 /// A disk with one file, which records the writes and flushes of it.
@@ -172,4 +173,42 @@ fn the_index_of_a_lane_that_is_adopted_is_flushed_before_it_is_believed() {
     let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
     assert!(has(&log, 0) && has(&log, 1) && log.stats().adopted_lanes == 1);
     assert_eq!(*index.done.lock(), ["flush"]);
+}
+
+/// Both may have reached the drive, and differ in the uses that the seal has noted between them.
+#[test]
+fn records_that_were_written_again_after_a_seal_that_failed_count_once() {
+    let dir = temp();
+    let fails = Arc::new(AtomicBool::new(false));
+    let is_failing = Arc::clone(&fails);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let is_failing = Arc::clone(&is_failing);
+        let fate = move |_, r: &Request| {
+            let is_hit = r.op == Op::Flush && r.file.path().ends_with("index.kv") && is_failing.load(Ordering::SeqCst);
+            is_hit.then_some(Fault::Fail)
+        };
+        drive.write = Arc::new(Faulty::new(drive.write, fate));
+        Ok(drive)
+    };
+    let still = LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..options(dir.path()) };
+    let log = Log::open(still).unwrap();
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    assert_eq!(log.lookup(&[key(1), key(3)]), 2);
+    log.turn(Turn::Maintain);
+    fails.store(true, Ordering::SeqCst);
+    assert!(log.seal(Instant::now() + Duration::from_millis(100)).is_err());
+    log.turn(Turn::Commit);
+    let lane = log.volumes[0].own().unwrap();
+    let region = lane.region_offset(0);
+    drop(lane);
+    log.abandon();
+    // Of the seal nothing has reached the drive.
+    let index = std::fs::File::options().write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&index, &[0; 4096], region).unwrap();
+    drop(log);
+    let log = open(dir.path());
+    assert_eq!(log.stats().recovered_records, 5);
+    assert!((0..5).all(|n| has(&log, n)));
 }

@@ -108,7 +108,7 @@ fn a_removal_waits_for_the_table_that_names_what_a_dead_writer_had_moved() {
         None
     });
     let ended = removal.lock().take().expect("data.kv was flushed");
-    ended.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+    ended.recv_timeout(PATIENCE).unwrap().unwrap();
     assert!(!has(&next, 4) && has(&next, 2));
     let next = crash(next);
     assert!(!has(&next, 4) && has(&next, 2));
@@ -215,7 +215,7 @@ fn a_put_that_comes_after_a_seal_that_failed_is_refused() {
     let dir = temp();
     let fails = Arc::new(AtomicBool::new(false));
     let fails_too = Arc::clone(&fails);
-    let options = LogOptions { io_timeout: Duration::from_millis(600), ..small(dir.path()) };
+    let options = LogOptions { io_timeout: Duration::from_millis(1500), ..small(dir.path()) };
     let log = asking(options, move |request| {
         (fails_too.load(Ordering::SeqCst) && request.file.path().ends_with("index.kv")).then_some(Fault::Fail)
     });
@@ -225,7 +225,7 @@ fn a_put_that_comes_after_a_seal_that_failed_is_refused() {
     let own = log.volumes[0].own().unwrap();
     own.state().unwrap().segments.close_open();
     // A seal waits for late puts no longer than this.
-    std::thread::sleep(Duration::from_millis(2400));
+    std::thread::sleep(Duration::from_millis(4200));
     fails.store(true, Ordering::SeqCst);
     journal::seal_full(&own).unwrap_err();
     fails.store(false, Ordering::SeqCst);

@@ -9,6 +9,7 @@ use crate::error::ErrorKind;
 use crate::log::base::lock::ShardLock;
 use crate::log::base::paths;
 use crate::log::lane::LaneRole;
+use crate::log::reclaim::steps;
 use crate::log::recovery::try_lock;
 use crate::log::{Log, LogOptions, Mode, Placement, PutSpec, Turn};
 
@@ -19,7 +20,7 @@ fn scanning(dir: &std::path::Path) -> LogOptions {
 fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is() {
-        assert!(start.elapsed() < Duration::from_secs(20), "still waiting until {what}");
+        assert!(start.elapsed() < PATIENCE, "still waiting until {what}");
         std::thread::yield_now();
     }
 }
@@ -146,7 +147,7 @@ fn an_empty_lane_that_cannot_be_removed_yet_stays_locked() {
     let older = open(dir.path());
     assert!(store(&older, 0));
     older.flush().unwrap();
-    let quick = LogOptions { foreground: true, io_timeout: Duration::from_secs(1), ..options(dir.path()) };
+    let quick = LogOptions { foreground: true, io_timeout: Duration::from_secs(2), ..options(dir.path()) };
     let log = Log::open(quick).unwrap();
     older.abandon();
     drop(older);
@@ -340,4 +341,22 @@ fn rest_is_waited_for_on_every_drive_until_the_deadline_and_a_reader_is_always_a
     reader.at_rest(Instant::now()).unwrap();
     log.close(soon()).unwrap();
     assert_eq!(log.at_rest(soon()).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+/// As where another process opens that shard, which takes as long as its recovery.
+#[test]
+fn an_orphaned_lane_stays_while_the_lock_of_its_shard_is_kept() {
+    let dir = temp();
+    let [mine, other] = plain_and_coded(dir.path());
+    let unused = Log::open(other).unwrap();
+    assert!(store(&unused, 1));
+    let (shard, lane) = (unused.shard_dir().unwrap().to_path_buf(), unused.volumes[0].own().unwrap().dir.clone());
+    unused.close(soon()).unwrap();
+    drop(unused);
+    let log = Log::open(LogOptions { foreground: true, ..mine }).unwrap();
+    let lock = ShardLock::take(&shard, Duration::ZERO).unwrap();
+    let remove = || steps::remove_orphan(&log.volumes[0], &shard, &lane).unwrap();
+    assert!(!remove() && lane.exists());
+    drop(lock);
+    assert!(remove() && !lane.exists());
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -45,7 +45,7 @@ fn open_hanging_with(dir: &Path, foreground: bool) -> Hanging {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(SEGMENT_BYTES),
         policy: crate::index::Reclaim::Fifo,
-        io_timeout: Duration::from_millis(600),
+        io_timeout: Duration::from_millis(1500),
         foreground,
         drive_factory: Some(Arc::new(factory)),
         ..options(dir)
@@ -56,12 +56,12 @@ fn open_hanging_with(dir: &Path, foreground: bool) -> Hanging {
 }
 
 impl Hanging {
-    /// Stores until reclaim has taken all segments that it may, also those that were sealed before
-    /// their puts had ended.
-    fn fill(&self, first: u64) {
-        let (log, start) = (&self.log, std::time::Instant::now());
+    /// Stores, from key `first` on, until something has happened.
+    fn fill(&self, first: u64, has_happened: impl Fn() -> bool) {
+        let (log, end) = (&self.log, soon());
         let mut n = first;
-        while n < first + 400 || start.elapsed() < Duration::from_millis(2400) {
+        while !has_happened() {
+            assert!(Instant::now() < end, "nothing is reclaimed");
             // On a slow drive a write may take longer than the time-out, which hanging writes need.
             if let Ok(Some(put)) = begin(log, spec(n))
                 && let Ok(crcs) = write_extents(log, &put, n, 0)
@@ -76,10 +76,18 @@ impl Hanging {
     /// that write has really ended.
     fn waits_for(&self, writer: &Hanging) {
         writer.hanging.store(false, Ordering::SeqCst);
-        self.fill(1000);
-        assert!(self.log.stats().reclaimed > 5 && has(&self.log, 0), "the oldest segment, which would go first");
+        let own = self.log.volumes[0].own().unwrap();
+        let (segment, epoch) = self.log.locate(&key(0), PIN).map(|chunk| (chunk.segment, chunk.epoch)).unwrap();
+        // A seal waits no longer than this for a put that has not ended; for ever for one whose
+        // header is being written.
+        let until = Instant::now() + Duration::from_millis(4200);
+        let is_unsealed = || own.state().unwrap().segments.is_unsealed(segment, epoch);
+        self.fill(1000, || !is_unsealed() || Instant::now() > until);
+        let before = self.log.stats().reclaimed;
+        self.fill(10_000, || self.log.stats().reclaimed > before + 40);
+        assert!(has(&self.log, 0), "the oldest segment, which would go first");
         writer.queue.release();
-        self.fill(10_000);
+        self.fill(20_000, || !self.log.contains(&key(0)));
         assert!(!has(&self.log, 0));
     }
 }
@@ -171,4 +179,30 @@ fn a_flush_covers_commits_whose_headers_are_being_written() {
     log.flush().unwrap();
     let log = crash(log);
     assert!((0..40).all(|n| has(&log, n)));
+}
+
+/// Punching a hole waits in the kernel for reads that hang, and who punches has the lock.
+#[test]
+fn a_hole_that_hangs_keeps_neither_a_removal_nor_a_close_from_ending() {
+    let dir = temp();
+    let (io_timeout, scan_interval) = (Duration::from_millis(500), Duration::from_millis(1));
+    let log = Log::open(LogOptions { io_timeout, scan_interval, ..options(dir.path()) }).unwrap();
+    while !store(&log, 0) {}
+    log.flush().unwrap();
+    let lane = log.volumes[0].own().unwrap();
+    let hangs = lane.erasing.lock();
+    assert_eq!(log.remove(&[key(0)]).unwrap_err().kind(), ErrorKind::TimedOut);
+    let rest = log.at_rest(Instant::now() + Duration::from_secs(1));
+    assert_eq!(rest.unwrap_err().kind(), ErrorKind::TimedOut, "the maintenance does not wait");
+    assert_eq!(log.close(Instant::now()).unwrap_err().kind(), ErrorKind::TimedOut);
+    let other = open(dir.path());
+    assert!(other.stats().adopted_lanes == 0 && has(&other, 0), "the lane may still be written");
+    drop(hangs);
+    drop((lane, log));
+    let is_adopted = || other.stats().adopted_lanes == 1;
+    let until = soon();
+    while !is_adopted() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(is_adopted() && has(&other, 0));
 }

@@ -32,7 +32,7 @@ fn on_disk(dir: &Path) -> usize {
 }
 
 fn until(what: &str, done: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = soon();
     while !done() {
         assert!(Instant::now() < deadline, "never: {what}");
         std::thread::yield_now();

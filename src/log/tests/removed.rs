@@ -68,11 +68,11 @@ fn a_removal_that_takes_the_drive_longer_than_a_transfer_may_succeeds() {
         let is_slow = Arc::clone(&is_slow);
         drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
             let is_late = request.op == Op::Write && is_slow.load(Ordering::SeqCst);
-            is_late.then_some(Fault::Delay(Duration::from_millis(150)))
+            is_late.then_some(Fault::Delay(Duration::from_millis(200)))
         }));
         Ok(drive)
     };
-    let io_timeout = Duration::from_secs(2);
+    let io_timeout = Duration::from_secs(3);
     let options =
         LogOptions { foreground: true, io_timeout, drive_factory: Some(Arc::new(factory)), ..options(dir.path()) };
     let log = Log::open(options).unwrap();
@@ -163,7 +163,7 @@ fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
                 let entry = holder.volumes[0].own().unwrap().get(&key(1));
                 entry.into_iter().for_each(|_| give_up_if_there(&holder, 1));
             }
-            rx.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+            rx.recv_timeout(PATIENCE).unwrap().unwrap();
         });
         assert!(!place.is_readable() && !has(&holder, 1) && !has(&log, 1));
         holder.flush().unwrap();

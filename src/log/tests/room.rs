@@ -5,12 +5,18 @@ use std::time::Duration;
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::format::record::KeyKind;
-use crate::log::{DriveOptions, Log, LogOptions, Mode, Placement, PutOutcome, PutSpec, allocated_below};
+use crate::log::{DriveOptions, Log, LogOptions, Mode, Placement, PutOutcome, PutSpec, Turn, allocated_below};
 
 #[test]
 fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     let dir = temp();
-    let small = LogOptions { capacity_bytes: 96 << 20, segment_bytes: Some(32 << 20), ..options(dir.path()) };
+    let small = LogOptions {
+        capacity_bytes: 96 << 20,
+        segment_bytes: Some(32 << 20),
+        // What waits for room in the index longer than this is shed.
+        io_timeout: Duration::from_secs(300),
+        ..options(dir.path())
+    };
     let log = Log::open(small).unwrap();
     let begin = |n: u64| begin(&log, PutSpec::object(key(n), 100, KeyKind::Object)).unwrap().unwrap();
     // Fewer than the table of 1024 entries takes before it must grow.
@@ -96,7 +102,7 @@ fn small_segments_are_made_ready_ahead_of_a_fast_writer() {
     // 20 chunks fill a segment, and 24 segments in use make room for one more in reserve.
     (0..500).for_each(|n| assert!(store(&log, n)));
     let mut puts = Vec::new();
-    let done = std::time::Instant::now() + Duration::from_secs(10);
+    let done = soon();
     while log.ready_segments() < 2 {
         assert!(std::time::Instant::now() < done, "no second segment is made ready");
         std::thread::yield_now();
@@ -185,4 +191,24 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
     std::fs::rename(dir.path().join("elsewhere"), &cache).unwrap();
     let again = log.begin_put_within(spec(1_000_000), Duration::from_secs(3600)).unwrap();
     assert!(matches!(again, PutOutcome::Started(_)));
+}
+
+#[test]
+fn a_capacity_that_was_lowered_costs_a_namespace_first_that_nobody_uses() {
+    let dir = temp();
+    let [mine, other] = plain_and_coded(dir.path());
+    let unused = Log::open(other).unwrap();
+    (0..60).for_each(|n| assert!(store(&unused, n)));
+    let lane = unused.volumes[0].own().unwrap().dir.clone();
+    unused.close(soon()).unwrap();
+    drop(unused);
+    let log = Log::open(mine.clone()).unwrap();
+    (0..60).for_each(|n| assert!(store(&log, n)));
+    log.close(soon()).unwrap();
+    drop(log);
+    let capacity_bytes = allocated_below(dir.path()).unwrap() - (1 << 20);
+    let log = Log::open(LogOptions { capacity_bytes, foreground: true, ..mine }).unwrap();
+    log.turn(Turn::Scan);
+    assert_eq!((lane.exists(), log.stats().evicted), (false, 0));
+    assert!((0..60).all(|n| has(&log, n)));
 }

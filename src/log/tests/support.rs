@@ -51,8 +51,11 @@ pub(super) fn key(n: u64) -> ChunkKey {
     ChunkKey(blake3::derive_key("test key", &n.to_le_bytes()))
 }
 
+/// Long enough for anything that will happen, short enough to fail a test.
+pub(super) const PATIENCE: Duration = Duration::from_secs(120);
+
 pub(super) fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + PATIENCE
 }
 
 /// Byte `i` of layer `layer` of version `version` of key `n`.
@@ -67,7 +70,7 @@ pub(super) fn spec(n: u64) -> PutSpec {
 
 /// Begins a put, waiting for room; `None` if the key is there, or the put is not admitted.
 pub(super) fn begin(log: &Log, spec: PutSpec) -> Result<Option<Put>> {
-    Ok(match log.begin_put_within(spec, Duration::from_secs(10))? {
+    Ok(match log.begin_put_within(spec, PATIENCE)? {
         PutOutcome::Started(put) => Some(put),
         PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) => None,
     })
@@ -91,7 +94,7 @@ pub(super) fn write_extents(log: &Log, put: &Put, n: u64, version: u64) -> Resul
 pub(super) fn commit(put: Put, crcs: &[u32]) -> Result<bool> {
     let (tx, rx) = crossbeam_channel::bounded(1);
     put.commit(crcs, Box::new(move |r| tx.send(r).unwrap()));
-    rx.recv_timeout(Duration::from_secs(20)).unwrap()
+    rx.recv_timeout(PATIENCE).unwrap()
 }
 
 pub(super) fn store_spec(log: &Log, spec: PutSpec, n: u64, version: u64) -> Result<bool> {

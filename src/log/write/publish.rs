@@ -26,16 +26,29 @@ pub(super) struct Commit {
 }
 
 impl Commit {
-    /// From now on a flush waits for it. `slot_bytes` and `header_at`: length of the slot, and
-    /// offset of the header in it.
+    /// From now on a flush waits for it, and so does its segment's seal. `None`, with an answer,
+    /// where that has begun. `slot_bytes` and `header_at`: length of the slot, and offset of the
+    /// header in it.
     pub(super) fn begin(
         reservation: Reservation,
         record: Record,
         (slot_bytes, header_at): (u64, u32),
         done: PutDone,
-    ) -> Self {
-        let ticket = reservation.lane.state().map_or(0, |mut state| state.puts.commit());
-        Self { reservation, record, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) }
+    ) -> Option<Self> {
+        let ticket = reservation.lane.state().and_then(|mut state| {
+            let late = || Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it");
+            if state.segments.begin_header(reservation.place) { Ok(state.puts.commit()) } else { Err(late()) }
+        });
+        match ticket {
+            Ok(ticket) => {
+                Some(Self { reservation, record, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) })
+            }
+            Err(why) => {
+                drop(reservation);
+                done(Err(why));
+                None
+            }
+        }
     }
 
     fn end(mut self, result: Result<bool>) {
@@ -123,21 +136,20 @@ fn publish(mut commit: Commit) {
             counters.data_bytes_written.add(commit.slot_bytes);
             commit.end(Ok(true));
         }
-        Err(e) if e.kind() == ErrorKind::NoSpace => {
-            if let Ok(mut state) = lane.state() {
+        Err(e) if e.kind() == ErrorKind::NoSpace => match lane.state() {
+            Ok(mut state) if !state.life.stop => {
                 state.puts.wait_for_growth(Box::new(commit));
+                drop(state);
+                lane.work.notify_one();
             }
-            lane.work.notify_one();
-        }
+            // Nobody grows it any more.
+            _ => commit.refuse(e),
+        },
         Err(e) => commit.refuse(e),
     }
 }
 
 fn enter(lane: &Lane, state: &mut LaneState, commit: &mut Commit) -> Result<()> {
-    let place = commit.reservation.place;
-    if !state.segments.takes_records(place.segment, place.epoch) {
-        return Err(Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it"));
-    }
     let (table, shared) = (lane.table(), lane.shared());
     if table.is_lost() || shared.as_ref().is_some_and(|shared| shared.is_lost()) {
         return Err(Error::new(ErrorKind::Io, "the shared memory can no longer be read").at(&lane.dir));

@@ -142,7 +142,7 @@ impl Put {
         let offset = self.slot_offset() + u64::from(self.layout.header_offset);
         let lane = Arc::clone(&self.reservation.lane);
         let at = (self.layout.slot_bytes, self.layout.header_offset);
-        let commit = Commit::begin(self.reservation, record, at, done);
+        let Some(commit) = Commit::begin(self.reservation, record, at, done) else { return };
         let health = self.health;
         let finish = move |c: Completion| {
             drop(c.buf);
