@@ -8,9 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay::config::{EvictionPolicy, OnOpenFailure, StoreWhen};
-use forebay::connector::{
-    AddRequest, ConnectorOptions, EngineLookup, PrefixLookup as _, RanksLookup, Scheduler, StepMeta, Worker,
-};
+use forebay::connector::{AddRequest, ConnectorOptions, PrefixLookup as _, RanksLookup, Scheduler, StepMeta, Worker};
 use forebay::engine::{Engine, Prompt};
 use forebay::io::{Fault, Op};
 use forebay::key::Extra;
@@ -195,7 +193,7 @@ fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
     assert_eq!(store(&engine, &promised, &memory, map.clone()).stored, 4);
     let options =
         ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], 4 * CHUNK / BLOCK)).unwrap();
-    let mut s = Scheduler::new(options, Box::new(EngineLookup::new(vec![Arc::clone(&engine)]))).unwrap();
+    let mut s = Scheduler::new(options, Box::new(RanksLookup::over(vec![Arc::clone(&engine)]))).unwrap();
     s.on_new_request(AddRequest::new("a", promised.tokens(), &Extra::default()));
     let answer = s.get_num_new_matched_tokens("a", 0).tokens.unwrap();
     assert!(answer > 3 * CHUNK && answer < 4 * CHUNK, "{answer}: all but the last block");

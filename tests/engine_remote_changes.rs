@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use engine_world::{CHUNK, Shape, assert_same, load, prompt, slots, store};
 use forebay::config::Codec;
-use forebay::connector::{EngineLookup, PrefixLookup, WorkerMeta};
+use forebay::connector::{PrefixLookup, RanksLookup, WorkerMeta};
 use forebay::engine::Engine;
 use forebay::geometry::{LayerKind, LayerSpec};
 use hyper::Method;
@@ -24,11 +24,11 @@ fn what_another_process_removed_is_told_also_where_it_was_missing_before_and_is_
     let server = Server::start(root.path());
     let (a, b) = (Machine::new(&server), Machine::new(&server));
     let one = a.open();
-    let mut lookup = EngineLookup::new(vec![Arc::new(b.open())]);
+    let mut lookup = RanksLookup::over(vec![Arc::new(b.open())]);
     assert!(one.take_remote_changes(9).is_empty() && lookup.remote_gone().is_empty(), "from now on");
     let p = prompt(&one, N, 1);
     let first = p.keys()[0];
-    let misses = |lookup: &mut EngineLookup, req: &str| {
+    let misses = |lookup: &mut RanksLookup, req: &str| {
         while lookup.stored_tokens(req, &p).unwrap().is_none() {
             std::thread::yield_now();
         }
@@ -74,7 +74,7 @@ fn a_partial_last_chunk_is_uploaded_and_found_by_the_same_prompt() {
     assert_same("with its end", (&kv, &slots(n, 1)), (&to, &slots(n, 2)));
     assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "a drive has all of it");
     // A server's partial chunks end with its blocks.
-    let mut lookup = EngineLookup::new(vec![Arc::new(b.open())]);
+    let mut lookup = RanksLookup::over(vec![Arc::new(b.open())]);
     lookup.ends_at_multiples_of(CHUNK / 4);
     two.log().unwrap().clear().unwrap();
     let longer = prompt(&two, n + CHUNK / 4 - 1, 1);

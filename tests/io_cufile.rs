@@ -247,7 +247,7 @@ fn a_hung_call_keeps_its_buffer_and_the_rest_goes_on() {
         w.standin.fault(Call::Read, 0, 1, Fault::Hang);
         let (buf, drops) = watched(IO_ALIGN);
         let (done, hung) = told();
-        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_millis(200));
+        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_secs(1));
         w.drive.read.submit(request).unwrap();
         w.standin.wait_hanging(1);
         let others: Vec<_> = (0..8)
@@ -285,7 +285,7 @@ fn a_hung_read_is_served_into_spare_memory_and_a_hung_write_is_not() {
         w.standin.fault(Call::Read, 3, 2, Fault::Hang);
         let (buf, drops) = watched(MIB);
         let (done, rx) = told();
-        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_millis(1500));
+        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_secs(3));
         w.drive.read.submit(request).unwrap();
         let c = rx.recv_timeout(LONG).unwrap();
         c.result.unwrap();
@@ -304,7 +304,7 @@ fn a_hung_read_is_served_into_spare_memory_and_a_hung_write_is_not() {
         w.mover.control.lends.store(true, Ordering::SeqCst);
         w.standin.fault(Call::Write, 0, 1, Fault::Hang);
         let (buf, drops) = watched(IO_ALIGN);
-        let request = Request::write(Arc::clone(&w.file), 0, buf, nobody).timeout(Duration::from_millis(60));
+        let request = Request::write(Arc::clone(&w.file), 0, buf, nobody).timeout(Duration::from_millis(500));
         let c = wait(&*w.drive.write, request);
         assert_eq!((c.result.unwrap_err().kind(), c.buf.is_none()), (ErrorKind::TimedOut, true));
         assert_eq!((drops.load(Ordering::SeqCst), w.mover.control.spares.load(Ordering::SeqCst)), (0, 0));
@@ -320,7 +320,7 @@ fn callers_are_answered_in_time_while_spare_memory_cannot_be_had() {
         write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
         w.mover.control.hold_spare(true);
         w.standin.fault(Call::Read, 0, 2, Fault::Hang);
-        let receivers = [200, 400].map(|ms| {
+        let receivers = [800, 1200].map(|ms| {
             let (done, rx) = told();
             let request = w.read(0, IO_ALIGN).timeout(Duration::from_millis(ms));
             w.drive.read.submit(Request { done: Box::new(done), ..request }).unwrap();
@@ -344,7 +344,7 @@ fn a_late_call_that_comes_back_in_time_is_good() {
         write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
         w.standin.fault(Call::Read, 0, 1, Fault::Hang);
         let (done, late) = told();
-        let request = w.read(0, IO_ALIGN).timeout(Duration::from_secs(2));
+        let request = w.read(0, IO_ALIGN).timeout(Duration::from_secs(3));
         w.drive.read.submit(Request { done: Box::new(done), ..request }).unwrap();
         until("it is taken for hung", || w.active() == IoPath::Bounce);
         w.standin.release();
@@ -430,13 +430,13 @@ fn a_call_that_began_late_has_not_hung_when_its_request_times_out() {
         let file = Arc::new(DirectFile::from_file(OwnedFd::from(pipe).into(), "pipe"));
         let bytes = AlignedBuf::zeroed(4 * MIB).unwrap().into();
         w.drive.write.submit(Request::write(Arc::clone(&file), 0, bytes, nobody)).unwrap();
-        let flush = Request::flush(file, nobody).timeout(Duration::from_millis(1500));
-        w.drive.write.submit(flush).unwrap();
         w.standin.fault(Call::Write, 0, 1, Fault::Hang);
+        let flush = Request::flush(file, nobody).timeout(Duration::from_millis(2000));
         let write = Request::write(Arc::clone(&w.file), 0, filled(IO_ALIGN, 1), nobody);
-        let c = wait(&*w.drive.write, write.timeout(Duration::from_secs(2)));
+        w.drive.write.submit(flush).unwrap();
+        let c = wait(&*w.drive.write, write.timeout(Duration::from_millis(2250)));
         assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
-        assert_eq!(w.active(), IoPath::CufileGds, "half a second of its one: {}", w.reason(IoPath::CufileGds));
+        assert_eq!(w.active(), IoPath::CufileGds, "a quarter of a second of its one: {}", w.reason(IoPath::CufileGds));
         w.standin.release();
         drop(other_end);
         until("write and flush end", || w.drive.write.in_flight() == 0);

@@ -20,15 +20,6 @@ use objects_world::*;
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % n
-    }
-}
-
 /// `len` bytes of an arena and of memory of its own, cut at random, a third of the cuts to pages.
 fn pieces(random: &mut Random, arena: &Arc<HostMemory>, within: Range<usize>, len: usize) -> ObjectMemory {
     let (mut at, mut left, mut pieces) = (within.start, len, Vec::new());

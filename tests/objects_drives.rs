@@ -95,7 +95,7 @@ fn a_drive_that_hangs_leaves_staging_for_the_others() {
     options.drive_factory = Some(faulty(rule.clone(), rule));
     let store = ObjectStore::open_with(options).unwrap();
     let names: Vec<String> = (0..60).map(|n| format!("{n}")).collect();
-    assert!(put(&store, names.iter().map(|name| object(name, 1, 400_000)).collect()).all_ok());
+    until(|| put(&store, names.iter().map(|name| object(name, 1, 400_000)).collect()).all_ok());
     let (on_a, on_b) = by_drive(&store, &names, a.path());
     hung.store(true, Ordering::SeqCst);
     let (of_b, of_a) = std::thread::scope(|scope| {

@@ -19,16 +19,6 @@ use objects_world::*;
 
 const MIB: usize = 1 << 20;
 
-/// A small generator, so that a failure can be repeated.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % n
-    }
-}
-
 fn is_head(request: &Request) -> bool {
     let bytes = request.buf.as_ref().map(|b| b.as_slice()).unwrap_or_default();
     request.op == Op::Write && SlotHeader::decode(bytes).is_ok_and(|(h, _)| h.tenant != 0)
@@ -47,9 +37,9 @@ fn a_flipped_bit_anywhere_in_a_slot_never_gives_wrong_bytes() {
     let seed = 20_260_801;
     let (mut random, mut misses) = (Random(seed), 0);
     for round in 0..300 {
-        let (key, len) = &objects[random.below(objects.len() as u64) as usize];
+        let (key, len) = &objects[random.below(objects.len())];
         let chunk = log.locate(&object_key(key.as_bytes()), Duration::from_secs(9)).unwrap();
-        let offset = chunk.slot_offset + random.below(chunk.slot_bytes);
+        let offset = chunk.slot_offset + random.below(chunk.slot_bytes as usize) as u64;
         let flip = 1u8 << random.below(8);
         let file = std::fs::File::options().read(true).write(true).open(chunk.file.path()).unwrap();
         let turn = || {
@@ -124,7 +114,7 @@ fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
     let (store, hung) = with_hanging_reads(dir.path());
     let keys: Vec<String> = (0..40).map(|n| n.to_string()).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    assert!(put(&store, keys.iter().map(|k| object(k, 1, 70_000)).collect()).all_ok());
+    until(|| put(&store, keys.iter().map(|k| object(k, 1, 70_000)).collect()).all_ok());
     hung.store(true, Ordering::SeqCst);
     let got = get(&store, &keys, 70_000);
     // After four reads that did not come back nothing on the drive is found for a while.
@@ -142,7 +132,7 @@ fn what_lies_on_a_drive_that_rests_is_not_told_as_gone() {
     let on = Arc::clone(&failing);
     let mut settings = settings(dir.path());
     // One worker looks all of a batch up before it reads.
-    (settings.io_timeout_ms, settings.workers) = (1500, 1);
+    (settings.io_timeout_ms, settings.workers) = (4000, 1);
     let mut options = options(&settings);
     let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && r.op == Op::Read).then_some(Fault::Fail);
     options.drive_factory = Some(faulty(rule, |_, _| None));
@@ -180,7 +170,7 @@ fn what_lies_on_a_drive_that_rests_is_not_told_as_gone() {
 fn gets_of_a_drive_that_reads_nothing_end_although_puts_go_on() {
     let dir = dir();
     let ((store, hung), over) = (with_hanging_reads(dir.path()), AtomicBool::new(false));
-    assert!(put(&store, vec![object("longer than staging", 1, 9 * MIB)]).all_ok());
+    until(|| put(&store, vec![object("longer than staging", 1, 9 * MIB)]).all_ok());
     hung.store(true, Ordering::SeqCst);
     const MOST: usize = 1_000_000;
     let (got, puts) = std::thread::scope(|scope| {
@@ -244,9 +234,7 @@ fn what_a_drive_does_not_make_unreadable_is_said() {
         let dir = dir();
         let (reading, flushing) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let (reads, flushes) = (Arc::clone(&reading), Arc::clone(&flushing));
-        let mut settings = settings(dir.path());
-        settings.io_timeout_ms = 3000;
-        let mut options = options(&settings);
+        let mut options = options(&settings(dir.path()));
         options.drive_factory = Some(faulty(
             move |_, r| (reads.load(Ordering::SeqCst) && r.len >= MIB / 2).then_some(Fault::Fail),
             move |_, r| (flushes.load(Ordering::SeqCst) && r.op == Op::Flush).then_some(fault),

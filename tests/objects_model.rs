@@ -9,22 +9,13 @@ use std::collections::BTreeMap;
 use forebay::objects::ObjectCause;
 use objects_world::*;
 
-const KEYS: u64 = 24;
+const KEYS: usize = 24;
 
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % n
-    }
-
-    fn len(&mut self) -> usize {
-        match self.below(40) {
-            0 => (16 << 20) + 1 + self.below(4 << 20) as usize,
-            1..10 => 65_536 + self.below(300_000) as usize,
-            _ => 1 + self.below(5_000) as usize,
-        }
+fn len(random: &mut Random) -> usize {
+    match random.below(40) {
+        0 => (16 << 20) + 1 + random.below(4 << 20),
+        1..10 => 65_536 + random.below(300_000),
+        _ => 1 + random.below(5_000),
     }
 }
 
@@ -40,7 +31,7 @@ fn the_store_is_a_map_whatever_happens_between_the_calls() {
         let mut keys: Vec<String> = (0..1 + random.below(8)).map(|_| format!("key {}", random.below(KEYS))).collect();
         match random.below(10) {
             0..5 => {
-                let items: Vec<_> = keys.iter().map(|k| (k.clone(), random.len())).collect();
+                let items: Vec<_> = keys.iter().map(|k| (k.clone(), len(&mut random))).collect();
                 let done = put(&store, items.iter().map(|(k, len)| object(k, round, *len)).collect());
                 assert!(done.all_ok(), "{context}: {:?}", done.error);
                 for ((k, len), result) in items.into_iter().zip(&done.results) {

@@ -67,6 +67,10 @@ struct Found {
 /// One life of a process until some time after its file system's end.
 fn live_and_end(disk: &LoopDisk, (test, seed, flush): (&str, u64, Flush), model: &mut Model, found: &mut Found) {
     let mut child = Teller::start(test, &format!("{seed} {}", disk.path().join("cache").display()));
+    // However slow the drive, something is to be found again.
+    while !model.is_any_durable() {
+        assert!(child.listen(Instant::now() + Duration::from_millis(10), model), "the process ended by itself");
+    }
     let moment = Instant::now() + Duration::from_millis(Rng(seed ^ 77).below(501));
     assert!(child.listen(moment, model), "the process ended by itself before anything happened");
     found.amid_a_store += u64::from(model.is_amid_a_store());

@@ -157,6 +157,8 @@ struct Sample {
 const NAMES: [&str; 4] = ["rss_kib", "descriptors", "threads", "mappings"];
 /// By how much the most of the last third may be above the most of the one before it.
 const SLACK: [u64; 4] = [12 << 10, 8, 2, 64];
+/// Samples that a run has at least, however long processes take to start.
+const LEAST_SAMPLES: usize = 30;
 /// What a process needs for each lane of the cache. On a machine that starts processes slowly the
 /// steady one adopts lanes, the other begins new ones, and all stay that hold something.
 const PER_LANE: [u64; 4] = [1 << 10, 6, 0, 8];
@@ -190,13 +192,13 @@ impl Soak {
         self.samples.push(sample);
     }
 
-    fn third(&self, n: u32) -> impl Iterator<Item = &Sample> {
-        let third = self.length.as_secs_f64() / 3.0;
-        let (from, to) = (third * f64::from(n), third * f64::from(n + 1));
-        self.samples.iter().filter(move |s| s.seconds >= from && s.seconds < to)
+    /// By their number: none are taken while a process starts, which may be for long.
+    fn third(&self, n: usize) -> impl Iterator<Item = &Sample> {
+        let all = self.samples.len();
+        self.samples[all * n / 3..all * (n + 1) / 3].iter()
     }
 
-    fn most(&self, third: u32, i: usize) -> u64 {
+    fn most(&self, third: usize, i: usize) -> u64 {
         self.third(third).map(|s| s.usage[i]).max().unwrap_or(0)
     }
 
@@ -287,10 +289,11 @@ fn run(soak: &mut Soak, seed: u64, place: &SoakPlace) {
     let mut rng = Rng(seed);
     let mut steady = Actor::start(rng.next(), 0, place);
     let mut other = Actor::start(rng.next(), 1, place);
+    soak.begun = Instant::now();
     let tick = (soak.length / 600).max(Duration::from_millis(100));
     let mut told = Instant::now();
     let (mut begun, mut lives_until) = (Instant::now(), Instant::now());
-    while soak.begun.elapsed() < soak.length {
+    while soak.begun.elapsed() < soak.length || soak.samples.len() < LEAST_SAMPLES {
         if Instant::now() >= lives_until {
             // Lives of up to a thirtieth of the run, so that there are some sixty.
             lives_until = Instant::now() + Duration::from_millis(rng.below(soak.length.as_millis() as u64 / 30));

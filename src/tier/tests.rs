@@ -250,7 +250,7 @@ fn what_another_process_has_in_its_frames_is_told_and_goes_with_that_process() {
     let mut wait_for = |user: &MemoryTier, keys: &[u8]| {
         let begun = std::time::Instant::now();
         while told.iter().filter(|(_, there)| **there).map(|(key, _)| *key).ne(keys.iter().copied()) {
-            assert!(begun.elapsed().as_secs() < 20, "{told:?} instead of {keys:?}");
+            assert!(begun.elapsed().as_secs() < 120, "{told:?} instead of {keys:?}");
             let changes = user.take_changes(1);
             assert!(changes.len() <= 1);
             told.extend(changes.into_iter().map(|(key, there)| (key.0[0], there)));

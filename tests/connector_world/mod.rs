@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta,
+    AddRequest, CachedRequest, ConnectorOptions, Finished, NewRequest, RanksLookup, Scheduler, StepInput, StepMeta,
     StepOutput, Worker, WorkerMeta,
 };
 use forebay::engine::Engine;
@@ -101,7 +101,7 @@ impl Server {
     pub(crate) fn new(world: &World, engine: &Arc<Engine>, seed: u64, change: impl Fn(&mut ConnectorOptions)) -> Self {
         let mut options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], BLOCKS)).unwrap();
         change(&mut options);
-        let lookup = EngineLookup::new(vec![Arc::clone(engine)]);
+        let lookup = RanksLookup::over(vec![Arc::clone(engine)]);
         let kv = world.kv().filled(seed as u32);
         Self {
             layerwise: options.layerwise,
@@ -491,13 +491,13 @@ impl Server {
         }
         let begun = Instant::now();
         while !self.reqs.is_empty() || !self.held.is_empty() {
-            assert!(begun.elapsed() < Duration::from_secs(20), "hangs: {:?} {:?}", self.reqs, self.held);
+            assert!(begun.elapsed() < Duration::from_secs(120), "hangs: {:?} {:?}", self.reqs, self.held);
             self.step();
             std::thread::yield_now();
         }
         assert_eq!(self.free.len(), BLOCKS - 1, "blocks are lost");
         let stats = self.s.stats();
         assert_eq!((stats.requests, stats.held_requests, stats.held_blocks), (0, 0, 0));
-        self.w.shutdown(Instant::now() + Duration::from_secs(5));
+        self.w.shutdown(Instant::now() + Duration::from_secs(120));
     }
 }

@@ -24,7 +24,7 @@ pub mod paged_world;
 pub use paged_world::{Cache, Ended, noise};
 
 /// Long enough for anything that will happen, short enough to fail a test.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 pub const CANARY_BYTES: usize = 64;
 

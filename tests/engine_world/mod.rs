@@ -8,6 +8,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
 use forebay::device::{Device, HostDevice, KvMemory, PagedKv};
@@ -15,8 +16,8 @@ use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, LoadResu
 use forebay::engine::{Prompt, StoreResult};
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::io::{Fault, Faulty, Request, open_drive};
-use forebay::key::Extra;
-use forebay::log::{Clock, DriveFactory, SystemClock};
+use forebay::key::{ChunkKey, Extra};
+use forebay::log::{Clock, DriveFactory, PutSpec, SystemClock};
 use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 
 pub(crate) const CHUNK: usize = 16;
@@ -330,7 +331,16 @@ impl World {
     }
 
     pub(crate) fn open(&self) -> Engine {
-        Engine::open_with(self.options()).unwrap()
+        self.open_with(self.options())
+    }
+
+    /// Opens a segment too: the first stores of a new cache would wait for one only for a while.
+    pub(crate) fn open_with(&self, options: EngineOptions) -> Engine {
+        let engine = Engine::open_with(options).unwrap();
+        let key = ChunkKey([0xff; 32]);
+        let put = PutSpec::chunk(key, key, CHUNK as u32, 0);
+        drop(engine.log().map(|log| log.begin_put_within(put, Duration::from_secs(60))));
+        engine
     }
 
     pub(crate) fn kv(&self) -> Kv {

@@ -19,7 +19,7 @@ use forebay::io::{
 };
 use forebay::{Error, ErrorKind};
 
-pub const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(120);
 pub const DEVICE: MemorySpace = MemorySpace::Device(0);
 
 /// Each test on both backends.
@@ -141,6 +141,8 @@ pub fn filled(len: usize, seed: u64) -> Buf {
 pub struct Control {
     held: Mutex<bool>,
     changed: Condvar,
+    /// Copies that have begun; where copies are held, one more than have ended.
+    pub begun: AtomicU64,
     pub copies: AtomicU64,
     /// The copy with this number (from 1) fails.
     pub fail: AtomicU64,
@@ -182,6 +184,7 @@ impl TestMover {
 
     fn copy(queue: &Receiver<(Copying, bool)>, control: &Control) {
         for (c, to_device) in queue {
+            control.begun.fetch_add(1, Ordering::SeqCst);
             drop(control.changed.wait_while(control.held.lock().unwrap(), |held| *held).unwrap());
             let n = control.copies.fetch_add(1, Ordering::SeqCst) + 1;
             if control.fail.load(Ordering::SeqCst) == n {

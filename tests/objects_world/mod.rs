@@ -9,9 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::config::{Capacity, Codec, MinFree, OnOpenFailure, Settings};
+use forebay::format::record::KeyKind;
 use forebay::io::{Fault, Faulty, Request, open_drive};
+use forebay::key::object_key;
 use forebay::log::fsck::{RebuildOptions, lanes, rebuild};
-use forebay::log::{Clock, DriveFactory, SystemClock};
+use forebay::log::{Clock, DriveFactory, PutSpec, SystemClock};
 use forebay::objects::{
     KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectOptions, ObjectPut, ObjectStore,
     PutOptions,
@@ -36,8 +38,12 @@ pub(crate) fn options(settings: &Settings) -> ObjectOptions {
     ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(settings, "test") }
 }
 
+/// Opens a segment too: the first puts of a new cache would wait for one only for a while.
 pub(crate) fn open(dir: &Path) -> ObjectStore {
-    ObjectStore::open_with(options(&settings(dir))).unwrap()
+    let store = ObjectStore::open_with(options(&settings(dir))).unwrap();
+    let put = PutSpec::object(object_key(b"opens a segment"), 1, KeyKind::Object);
+    drop(store.log().map(|log| log.begin_put_within(put, LONG)));
+    store
 }
 
 /// A drive factory with a plan of faults for reads and one for writes.
@@ -142,6 +148,16 @@ pub(crate) fn until(what: impl Fn() -> bool) {
     while !what() {
         assert!(Instant::now() < deadline, "nothing happened");
         std::thread::yield_now();
+    }
+}
+
+/// A small generator, so that a failure can be repeated.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % n
     }
 }
 

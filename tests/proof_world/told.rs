@@ -237,6 +237,11 @@ impl Model {
         self.storing || self.storing_beside
     }
 
+    /// Whether a load of some key must give something.
+    pub fn is_any_durable(&self) -> bool {
+        self.may.values().any(|may| !may.contains(&0))
+    }
+
     /// The steps since the last check that may have changed key `k`, in the order of their times.
     pub fn trace_of(&self, k: u64) -> String {
         let concerns = |line: &str| {

@@ -26,7 +26,7 @@ impl Machine {
         let prefix = shape.name.replace(' ', "-");
         let mut world = World::new(shape);
         world.settings.remote_url = Some(format!("s3://{BUCKET}/some/{prefix}"));
-        world.settings.remote_timeout_ms = 2000;
+        world.settings.remote_timeout_ms = 20_000;
         // Of use to the larger shapes only.
         world.settings.codec = Codec::Exp4;
         Self { world, env: server.env() }
@@ -35,7 +35,7 @@ impl Machine {
     pub(crate) fn open(&self) -> Engine {
         let mut options = self.world.options();
         options.remote_env = Some(self.env.clone());
-        Engine::open_with(options).unwrap()
+        self.world.open_with(options)
     }
 
     /// Stores a prompt made of `seed`, and waits until it is uploaded.

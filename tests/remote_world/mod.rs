@@ -160,7 +160,8 @@ impl Server {
                 }
             });
             drop(runtime.block_on(stopped));
-            runtime.shutdown_background();
+            // Its port is free when it has ended.
+            runtime.shutdown_timeout(Duration::from_secs(60));
         });
         Self { address, shared, thread: Some((stop, thread)) }
     }

@@ -21,7 +21,7 @@ fn trace() -> String {
 fn it_verifies_survives_the_kill_and_leaves_nothing_behind() {
     let dir = folder();
     std::fs::write(dir.path().join("trace.jsonl"), trace()).unwrap();
-    let arguments = ["demo", "--trace", "trace.jsonl", "--capacity", "16m", "--runtime", "60s"];
+    let arguments = ["demo", "--trace", "trace.jsonl", "--capacity", "16m", "--runtime", "1h"];
     let run = forebay(dir.path(), &[&arguments[..], &["--json"]].concat()).expect(0);
     let json = run.json();
     assert_eq!(json["wrong_bytes"], 0);

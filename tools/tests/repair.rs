@@ -43,7 +43,7 @@ fn name(n: u32) -> ChunkKey {
 /// Stores chunk `n`, all its bytes `n`, for a tenant.
 fn store(log: &Log, n: u32, salt: Option<&str>) {
     let spec = PutSpec { tenant: key::tenant(salt), ..PutSpec::chunk(name(n), name(n + 1000), 16, 0) };
-    let PutOutcome::Started(put) = log.begin_put_within(spec, Duration::from_secs(10)).unwrap() else { panic!() };
+    let PutOutcome::Started(put) = log.begin_put_within(spec, Duration::from_secs(120)).unwrap() else { panic!() };
     let mut crcs = Vec::new();
     for e in put.layout().extents.iter() {
         let mut buf = AlignedBuf::zeroed(e.padded_len as usize).unwrap();
@@ -54,7 +54,7 @@ fn store(log: &Log, n: u32, salt: Option<&str>) {
     }
     let (tx, rx) = std::sync::mpsc::channel();
     put.commit(&crcs, Box::new(move |r| tx.send(r).unwrap()));
-    rx.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+    rx.recv_timeout(Duration::from_secs(120)).unwrap().unwrap();
 }
 
 fn stored(log: &Log) -> Vec<u32> {
@@ -133,7 +133,7 @@ fn engines_and_object_stores_share_a_cache_and_are_told_apart_by_name() {
     for (store, value) in stores.iter().zip([b"one".to_vec(), b"other".to_vec()]) {
         let value = ObjectMemory::from_vec(value).unwrap();
         let id = store.submit_put(vec![ObjectPut { key: b"k".to_vec(), value }], PutOptions::default()).unwrap();
-        assert!(store.wait(id, Duration::from_secs(20)).unwrap().all_ok());
+        assert!(store.wait(id, Duration::from_secs(120)).unwrap().all_ok());
         store.flush().unwrap();
     }
     log.flush().unwrap();
@@ -193,7 +193,7 @@ fn purge_of_a_tenant_holds_for_what_a_damaged_index_had() {
     for whole in [false, true] {
         let dir = folder();
         let log = filled(dir.path());
-        log.close(std::time::Instant::now() + Duration::from_secs(20)).unwrap();
+        log.close(std::time::Instant::now() + Duration::from_secs(120)).unwrap();
         drop(log);
         let index = File::options().write(true).open(lane(dir.path()).join("index.kv")).unwrap();
         // The superblocks, or only what comes after them: journal and regions.
@@ -287,7 +287,7 @@ fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
     forebay(dir.path(), &["fsck", "deep", "."]).expect(0);
     let log = open(dir.path());
     assert_eq!(stored(&log), (0..20).filter(|n| *n != 2).collect::<Vec<_>>());
-    log.close(std::time::Instant::now() + Duration::from_secs(20)).unwrap();
+    log.close(std::time::Instant::now() + Duration::from_secs(120)).unwrap();
     drop(log);
     forebay(dir.path(), &["fsck", "check", "."]).expect(0);
     forebay(dir.path(), &["fsck", "rebuild", ".", "--lane", "a/b/lane0"]).expect(1);
@@ -406,7 +406,7 @@ fn a_cache_of_version_1_goes_by_the_command_that_the_refusal_names() {
 }
 
 fn close(log: Arc<Log>) {
-    log.close(std::time::Instant::now() + Duration::from_secs(20)).unwrap();
+    log.close(std::time::Instant::now() + Duration::from_secs(120)).unwrap();
 }
 
 /// Overwrites the slots of chunks with bytes that are nobody's: from `from` on within each, as many

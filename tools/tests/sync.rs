@@ -347,7 +347,7 @@ fn a_probe_tries_the_store_and_has_a_remedy_for_each_fault() {
     let (dir, root) = (folder(), folder());
     let server = Server::start(root.path());
     let mut env = server.env();
-    env.push(("FOREBAY_REMOTE_TIMEOUT_MS".into(), "2000".into()));
+    env.push(("FOREBAY_REMOTE_TIMEOUT_MS".into(), "60000".into()));
     let (level, found, remote) = probed(dir.path(), REMOTE, &env);
     assert_eq!(level, "ok", "{found}");
     for field in ["round_trip_s", "put_bytes_per_s", "get_bytes_per_s"] {
@@ -378,6 +378,7 @@ fn a_probe_tries_the_store_and_has_a_remedy_for_each_fault() {
         (Spoil::Stall, "did not answer"),
     ] {
         server.spoil(move |_, _| spoil);
+        let env = if spoil == Spoil::Stall { with("FOREBAY_REMOTE_TIMEOUT_MS", "2000") } else { env.clone() };
         let (level, found, _) = probed(dir.path(), REMOTE, &env);
         assert!(level == "warn" && found.contains(remedy), "{spoil:?}: {level}: {found}");
     }

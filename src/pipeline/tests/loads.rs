@@ -381,7 +381,7 @@ fn a_chunk_in_memory_whose_drive_hangs_keeps_no_load_from_reading_another() {
 
 #[test]
 fn a_load_of_which_nothing_moves_is_given_up_beside_others_that_move() {
-    let (w, [hung, good]) = two_drives(|o| o.io_timeout = Duration::from_millis(300));
+    let (w, [hung, good]) = two_drives(|o| o.io_timeout = Duration::from_secs(1));
     w.disk.pause();
     let (a, b) = (w.kv(1), w.kv(1));
     let late = w.load(&a, &[Arc::clone(&hung)]);

@@ -110,10 +110,10 @@ fn summary(args: &PromptsArgs, fake: &Fake) -> Summary {
 #[test]
 fn a_request_that_is_late_is_not_sent_again() {
     let fake = Fake::start(|_, _| {
-        std::thread::sleep(Duration::from_secs(2));
+        std::thread::sleep(Duration::from_secs(10));
         usage(3, 0)
     });
-    let server = Server::new(&fake.address, None, (Duration::from_millis(300), 3)).unwrap();
+    let server = Server::new(&fake.address, None, (Duration::from_secs(1), 3)).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("p.jsonl");
     std::fs::write(&file, "{\"prompt\": [1, 2, 3]}\n").unwrap();
