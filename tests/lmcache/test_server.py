@@ -22,11 +22,12 @@ REQUESTS, CHUNKS = 3, 4
 PATIENCE_S = 120
 
 
-def port() -> int:
-    """A port that was free."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def port() -> socket.socket:
+    """Holds a free port: while this lives, only who asks for this very port, as the server does, gets it too."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Server:
 @contextmanager
 def server(folder: Path, line: str) -> Iterator[Server]:
     """LMCache's server with one L2 adapter; stopped in the end as a user stops it."""
-    rpc, http = port(), port()
+    ports = port(), port()
+    rpc, http = (held.getsockname()[1] for held in ports)
     log = folder / f"server-{rpc}.log"
     command = [sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(rpc), "--http-port", str(http), "--l2-adapter", line]
     command += ["--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU", "--disable-metrics"]
@@ -68,6 +70,8 @@ def server(folder: Path, line: str) -> Iterator[Server]:
                 time.sleep(0.2)
         yield Server(process, rpc, http, log)
     finally:
+        for held in ports:
+            held.close()
         process.terminate()
         try:
             process.wait(PATIENCE_S)

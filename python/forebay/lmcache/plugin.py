@@ -1,20 +1,23 @@
 """The adapter class that LMCache's `plugin` L2 adapter makes: LMCache's own interface, over Forebay's object store.
 
 LMCache's controller threads submit tasks and poll three descriptors, one each for stores, lookups and loads. A thread here takes the store's
-completions and wakes the controller that waits for each. Lookups need no drive and are answered at once.
+completions and wakes the controller that waits for each. Lookups need no drive and are answered at once, but for the first of a layout.
 
 Invariants:
 - A load fills the whole buffer with verified bytes, or the key is answered with no.
 - What a lookup has answered with yes is not evicted until `submit_unlock`, or for `PIN_S` seconds, whichever is first, as far as `lease_share`
   allows leases.
 - A buffer belongs to LMCache and stays valid until its task has been answered; that is LMCache's side of the interface.
+- Values of one model, rank, object group and length have one layout. LMCache's keys do not tell layouts apart.
 - Capacity and eviction are the store's, for all servers of a cache. LMCache is told what has gone, and never evicts here by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
+import math
 import os
 import select
 import threading
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("forebay.lmcache")
 
+#: Length in bytes of a value, and a digest of its shapes and element types.
+Layout = tuple[int, bytes]
 #: The longest that a lookup keeps values from eviction, in seconds. LMCache unlocks after the load,
 #: much sooner; a server that was killed never does.
 PIN_S = 60.0
@@ -61,9 +66,11 @@ class Adapter(L2AdapterInterface):
         self._lock = threading.Lock()
         #: Stores and loads under way, by their number: the keys.
         self._tasks: dict[int, list[ObjectKey]] = {}
+        #: Layouts that the cache has: the digest of each, by the object that says so.
+        self._layouts: dict[str, bytes] = {}
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
-        self._lookups = 0
+        self._lookups = self._refused = 0
         #: Values that LMCache was told are stored and that are not known to be gone, by digest: key,
         #: and length in bytes as LMCache counts it, 0 where another server stored the value.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
@@ -104,6 +111,13 @@ class Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Stores each value under its key. A key that is stored already stays as it is, and is a yes."""
+        if not all(self._fit(keys, [layout_of(value) for value in objects])):
+            with self._lock:
+                self._refused -= 1
+                task = self._refused
+                self._done["store"][task] = L2StoreResult(False, 0)
+            self._wake["store"].notify()
+            return task
         dtype = common_dtype(objects)
         return self._submit(lambda pairs: self._store.submit_put(pairs, dtype=dtype), keys, objects)
 
@@ -115,10 +129,13 @@ class Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]) -> int:
         """Which values are stored. Each of them is kept until it is unlocked, for `PIN_S` at most, as far as `lease_share` allows."""
-        names = [name(key) for key in keys]
+        layouts = {group: layout(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
+        fit = self._fit(keys, [layouts.get(key.object_group_id) for key in keys])
+        names = [name(key) for key, yes in zip(keys, fit, strict=True) if yes]
         pinned = self._store.pin(names, PIN_S)
         # What cannot be kept is most probably still there when it is loaded, and a miss if not.
-        found = [yes or self._store.count_prefix([one]) == 1 for one, yes in zip(names, pinned, strict=True)]
+        there = iter([yes or self._store.count_prefix([one]) == 1 for one, yes in zip(names, pinned, strict=True)])
+        found = [yes and next(there) for yes in fit]
         with self._lock:
             self._lookups += 1
             task = self._lookups
@@ -199,6 +216,41 @@ class Adapter(L2AdapterInterface):
             self._tasks[number] = keys
         return number
 
+    def _fit(self, keys: list[ObjectKey], layouts: list[Layout | None]) -> list[bool]:
+        """Which values have the layout that the cache has for their model, rank, object group and length. Values of another one would pass
+        for them. Whoever stores or looks for such values first writes their layout into the cache."""
+        asked: dict[tuple[str, bytes], bool] = {}
+        fit = []
+        for key, given in zip(keys, layouts, strict=True):
+            if given is None:
+                fit.append(True)
+                continue
+            length, digest = given
+            one = (f"layout of {key.model_name} {key.kv_rank:08x} {key.object_group_id:x} {length}", digest)
+            if one not in asked:
+                asked[one] = self._is_the_caches(*one)
+                if not asked[one]:
+                    self._quiet.warn(
+                        "layout",
+                        "values of %s are stored here with another layout (KV type, attention backend, parallelism or object groups), so nothing "
+                        "is stored or found; give this server a `namespace` of its own",
+                        key.model_name,
+                    )
+            fit.append(asked[one])
+        return fit
+
+    def _is_the_caches(self, said_by: str, digest: bytes) -> bool:
+        if self._layouts.get(said_by) == digest:
+            return True
+        # What is there stays. Without space, and on a read-only mount, there may be none.
+        self._store.put([(said_by, digest)])
+        there = bytearray(len(digest))
+        if not self._store.get([(said_by, there)])[0]:
+            return True
+        if there == digest:
+            self._layouts[said_by] = digest
+        return there == digest
+
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._store.event_fd(), select.POLLIN)
@@ -209,6 +261,8 @@ class Adapter(L2AdapterInterface):
                 self._take(done)
             self._call_listeners(lambda: self._forget(self._store.drain_evicted()))
             if time.monotonic() - looked >= LOOK_S:
+                # Read again, and written again where it was evicted.
+                self._layouts.clear()
                 self._call_listeners(self._look)
                 looked = time.monotonic()
 
@@ -287,6 +341,21 @@ def common_dtype(objects: list[MemoryObj]) -> Any:
     the same to the last bit in any case."""
     types = {dtype for value in objects for dtype in value.metadata.dtypes or [value.metadata.dtype]}
     return types.pop() if len(types) == 1 else None
+
+
+def layout(shapes: Iterable[Any], dtypes: Iterable[Any]) -> Layout | None:
+    """The length and a digest of what LMCache says of a value's bytes. None for mere bytes, such as those of a `serde`."""
+    parts = [(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    if all(len(shape) <= 1 for shape, _ in parts):
+        return None
+    text = " ".join(f"{dtype}{shape}" for shape, dtype in parts)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts), hashlib.sha256(text.encode()).digest()
+
+
+def layout_of(value: MemoryObj) -> Layout | None:
+    """The layout of a value that LMCache stores."""
+    metadata = value.metadata
+    return layout(metadata.shapes or [metadata.shape], metadata.dtypes or [metadata.dtype])
 
 
 def name(key: ObjectKey) -> str:
