@@ -7,7 +7,7 @@ use std::sync::Arc;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use forebay::config::{Capacity, MinFree, Settings};
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, NewRequest, Scheduler, StepInput, StepOutput,
+    AddRequest, CachedRequest, ConnectorOptions, NewRequest, RanksLookup, Scheduler, StepInput, StepOutput,
 };
 use forebay::engine::Engine;
 use forebay::geometry::Geometry;
@@ -29,7 +29,7 @@ fn scheduler(engine: &Arc<Engine>) -> Option<Scheduler> {
     let blocks = (&[BLOCK as u32][..], 100_000);
     let mut options = ConnectorOptions::new(engine.settings(), engine.geometry(), blocks).ok()?;
     options.save_decode_cache = true;
-    Scheduler::new(options, Box::new(EngineLookup::new(vec![Arc::clone(engine)]))).ok()
+    Scheduler::new(options, Box::new(RanksLookup::over(vec![Arc::clone(engine)]))).ok()
 }
 
 fn tokens(n: usize, seed: usize) -> Vec<u32> {

@@ -248,11 +248,6 @@ impl Exposition {
         self.families.push(family);
     }
 
-    /// The names of the metrics that have values.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.families.iter().map(|f| f.name())
-    }
-
     /// The Prometheus text exposition.
     ///
     /// # Errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import forebay
@@ -48,7 +49,14 @@ def eng(cache: Path) -> Any:
     """An engine in a fresh cache."""
     with forebay.Engine(config(cache), geometry(), device="cpu") as engine:
         assert engine.is_up, engine.why_disabled
+        open_segment(engine, [np.zeros((2, BLOCKS, BLOCK, HEADS, DIM), np.float32) for _ in range(LAYERS)])
         yield engine
+
+
+def open_segment(engine: forebay.Engine, kv: list[Any]) -> None:
+    """Stores a prompt of its own, so that a segment is open: stores wait half a second for room, and a slow drive takes longer."""
+    stores = (engine.store([1 << 31] * CHUNK, kv, slots(CHUNK), wait_for_staging=True) for _ in range(12))
+    assert any(store.wait().stored for store in stores)
 
 
 def slots(tokens: int, block: int = BLOCK, blocks: int = BLOCKS) -> list[int]:

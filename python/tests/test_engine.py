@@ -52,7 +52,7 @@ def test_a_load_is_iterated_layer_by_layer(eng: forebay.Engine) -> None:
 def test_the_common_prefix_is_found_and_a_partial_chunk_too(cache: Path) -> None:
     with forebay.Engine(config(cache, save_unfull_chunk=True), geometry()) as eng:
         tokens = list(range(50))
-        assert eng.store(tokens, kv(), slots(50), generated=7).wait().stored == 2
+        assert eng.store(tokens, kv(), slots(50), generated=7, wait_for_staging=True).wait().stored == 2
         assert eng.lookup(tokens) == 50
         assert eng.lookup([*range(40), 7]) == CHUNK
         assert eng.lookup([9, *tokens]) == 0
@@ -176,7 +176,7 @@ def test_a_load_past_its_time_is_a_miss(cache: Path) -> None:
 def test_a_damaged_file_is_a_miss_with_its_blocks(cache: Path) -> None:
     tokens = list(range(64))
     with forebay.Engine(config(cache), geometry()) as eng:
-        eng.store(tokens, kv(), slots(64)).wait()
+        eng.store(tokens, kv(), slots(64), wait_for_staging=True).wait()
     for data in cache.rglob("data.kv"):
         with data.open("r+b") as file:
             bytes_ = bytearray(file.read())
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_a_miss_with_its_blocks(cache: Path) -> None:
 def test_a_restart_keeps_the_cache(cache: Path) -> None:
     tokens = list(range(64))
     with forebay.Engine(config(cache), geometry()) as eng:
-        eng.store(tokens, kv(), slots(64)).wait()
+        eng.store(tokens, kv(), slots(64), wait_for_staging=True).wait()
         eng.flush()
     with forebay.Engine(config(cache), geometry()) as eng:
         assert eng.lookup(tokens) == 64
@@ -389,7 +389,7 @@ def test_figures_and_logs(cache: Path, caplog: pytest.LogCaptureFixture) -> None
 
     caplog.set_level(logging.WARNING, logger="forebay")
     with forebay.Engine(config(cache, enable_rdma=True), geometry()) as eng:
-        eng.store(list(range(64)), kv(), slots(64)).wait()
+        eng.store(list(range(64)), kv(), slots(64), wait_for_staging=True).wait()
         eng.lookup(list(range(64)))
         stats = eng.stats()
         assert (stats["stored_chunks"], stats["matched_tokens"], stats["up"]) == (2, 64, True)

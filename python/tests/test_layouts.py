@@ -51,7 +51,7 @@ def test_a_round_trip_in_each_layout(cache: Path, letters: str) -> None:
     source = [filled(rng, SHAPES[letters]) for _ in range(LAYERS)]
     target = [np.zeros_like(layer) for layer in source]
     with engine(cache) as eng:
-        stored = eng.store(TOKENS, source, slots(64)).wait()
+        stored = eng.store(TOKENS, source, slots(64), wait_for_staging=True).wait()
         assert (stored.stored, stored.tokens) == (2, 64)
         assert eng.lookup(TOKENS) == 64
         result = eng.load(TOKENS, target, slots(64)).wait()
@@ -69,7 +69,7 @@ def test_what_one_layout_stored_another_loads(cache: Path) -> None:
     source = [filled(rng, SHAPES["PBTHD"]) for _ in range(LAYERS)]
     pairs = [tuple(np.zeros((BLOCKS, HEADS, BLOCK, DIM), np.float32) for _ in range(2)) for _ in range(LAYERS)]
     with engine(cache) as eng:
-        eng.store(TOKENS, source, slots(64)).wait()
+        eng.store(TOKENS, source, slots(64), wait_for_staging=True).wait()
         assert eng.load(TOKENS, pairs, slots(64)).wait().tokens == 64
     for before, pair in zip(source, pairs, strict=True):
         assert np.array_equal(rows(before, "PBTHD", 64), rows(np.stack(pair), "PBHTD", 64))
@@ -80,7 +80,7 @@ def test_views_of_a_cross_layer_tensor_keep_their_strides(cache: Path) -> None:
     whole = filled(rng, (BLOCKS, LAYERS, HEADS, BLOCK, 2 * DIM))
     back = np.zeros_like(whole)
     with engine(cache) as eng:
-        eng.store(TOKENS, [whole[:, i] for i in range(LAYERS)], slots(64)).wait()
+        eng.store(TOKENS, [whole[:, i] for i in range(LAYERS)], slots(64), wait_for_staging=True).wait()
         assert eng.load(TOKENS, [back[:, i] for i in range(LAYERS)], slots(64)).wait().tokens == 64
     used = sorted({s // BLOCK for s in slots(64)})
     assert np.array_equal(whole[used], back[used])
@@ -101,7 +101,7 @@ def test_mla_rows_and_opaque_blocks(cache: Path) -> None:
     target = [np.zeros_like(layer) for layer in source]
     maps = [slots(64), slots(64)]
     with engine(cache, layer_specs=specs, layers=None) as eng:
-        eng.store(TOKENS, source, maps).wait()
+        eng.store(TOKENS, source, maps, wait_for_staging=True).wait()
         assert eng.load(TOKENS, target, maps).wait().tokens == 64
     used = sorted({s // BLOCK for s in slots(64)})
     for before, after in zip(source, target, strict=True):

@@ -51,7 +51,7 @@ def test_a_forked_child_gets_a_clear_error_and_harms_nothing(cache: Path) -> Non
     buffers = [bytearray(2 * 2 * 32 * 2 * 64) for _ in range(3)]
     kv = [memoryview(b).cast("f", (2, 4, 16, 2, 16)) for b in buffers]
     with forebay.Engine(config(cache), geometry()) as eng, forebay.ObjectStore(config(cache)) as objects:
-        store = eng.store(list(range(32)), kv, list(range(32)), by_layer=True)
+        store = eng.store(list(range(32)), kv, list(range(32)), by_layer=True, wait_for_staging=True)
         for call in (
             lambda: eng.lookup([1]),
             lambda: eng.load([1], kv, [0]),

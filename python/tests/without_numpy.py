@@ -19,7 +19,7 @@ def views(buffers: "list[bytearray]") -> "list[memoryview]":
 
 with forebay.Engine(config, geometry) as engine:
     tokens, slots = list(range(64)), list(range(64))
-    engine.store(tokens, views(source), slots).wait()
+    engine.store(tokens, views(source), slots, wait_for_staging=True).wait()
     result = engine.load(tokens, views(target), slots).wait()
 half = size // 2
 equal = all(

@@ -292,15 +292,6 @@ impl Dir {
         std::fs::remove_file(path).map_err(|e| Error::io("cannot remove a file", e).at(self.path.join(name)))
     }
 
-    /// Removes the empty directory `name`.
-    ///
-    /// # Errors
-    /// The kind of the I/O error.
-    pub fn remove_dir_in(&self, name: &str) -> Result<()> {
-        let path = self.reach(name)?;
-        std::fs::remove_dir(path).map_err(|e| Error::io("cannot remove a directory", e).at(self.path.join(name)))
-    }
-
     /// Renames the file `from` to `to`, which is replaced where it exists.
     ///
     /// # Errors

@@ -1,8 +1,7 @@
-//! How the scheduler asks how much of a prompt is stored: a trait, and what implements it for
-//! caches that the caller has opened. `ranks.rs` implements it for caches that the workers have.
+//! How the scheduler asks how much of a prompt is stored: a trait, which `ranks.rs` implements, and
+//! what it asks of engines.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::counts::add_fetched;
@@ -100,72 +99,6 @@ pub trait PrefixLookup: Send {
 
     /// The request has ended; its pins go too.
     fn forget(&mut self, _req_id: &str) {}
-}
-
-/// Caches that the caller has opened, one per rank.
-#[derive(Debug)]
-pub struct EngineLookup {
-    engines: Vec<Arc<Engine>>,
-    pins: Pins,
-    fetches: Fetches,
-    patience: Duration,
-}
-
-impl EngineLookup {
-    /// Asks one engine per rank.
-    #[must_use]
-    pub fn new(engines: Vec<Arc<Engine>>) -> Self {
-        let timeout_ms = engines.first().map_or(0, |engine| engine.settings().load_timeout_ms);
-        let patience = Duration::from_millis(timeout_ms);
-        Self { engines, pins: Pins::default(), fetches: Fetches::default(), patience }
-    }
-}
-
-impl PrefixLookup for EngineLookup {
-    fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
-        let engines = || self.engines.iter().map(AsRef::as_ref);
-        if self.fetches.is_coming(engines(), (req_id, prompt), self.patience)? {
-            return Ok(None);
-        }
-        Ok(Some(least(engines(), prompt, true)?.unwrap_or(0)))
-    }
-
-    fn ends_at_multiples_of(&mut self, tokens: usize) {
-        self.fetches.multiple = tokens;
-    }
-
-    fn computes(&mut self, tokens_per_s: Option<f64>) {
-        self.fetches.computes(tokens_per_s);
-    }
-
-    fn not_fetched(&self) -> u64 {
-        self.fetches.not_fetched()
-    }
-
-    fn remote(&self) -> RemoteStats {
-        remote(self.engines.iter().map(AsRef::as_ref))
-    }
-
-    fn remote_gone(&mut self) -> Vec<ChunkKey> {
-        remote_gone(self.engines.iter().map(AsRef::as_ref))
-    }
-
-    fn reported(&mut self, report: &WorkerMeta) {
-        uploaded(self.engines.iter().map(AsRef::as_ref), report);
-    }
-
-    fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
-        self.pins.pin(self.engines.iter().map(AsRef::as_ref), (req_id, prompt, tokens), patience)
-    }
-
-    fn unpin(&mut self, req_id: &str) {
-        self.pins.unpin(req_id);
-    }
-
-    fn forget(&mut self, req_id: &str) {
-        self.pins.unpin(req_id);
-        self.fetches.forget(req_id);
-    }
 }
 
 /// The remote tier as these engines see it.

@@ -21,7 +21,7 @@
 //! - `scheduler/`, `worker/`: the two state machines.
 //! - `meta`, `worker_identity`: the messages between them.
 //! - `options`: what both are made with.
-//! - `lookup`: how much of a prompt is stored, in caches that the caller has opened.
+//! - `lookup`: how much of a prompt is stored, in open caches.
 //! - `ranks`: the same for caches that the workers have: looked up or asked.
 //! - `fetch_rate`: how fast fetches from the remote tier come.
 //! - `busy`: time in which at least one of several transfers ran.
@@ -42,7 +42,7 @@ mod worker;
 mod worker_identity;
 
 pub use counts::Counter;
-pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
+pub use lookup::{PendingQuestion, PrefixLookup};
 pub use meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, WorkerMeta};
 pub use options::{ConnectorOptions, Role, windowed_chunk_tokens};
 pub use ranks::RanksLookup;

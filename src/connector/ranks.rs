@@ -11,6 +11,7 @@
 //! [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote, remote_gone, uploaded};
@@ -66,7 +67,8 @@ pub struct RanksLookup {
     patience: Duration,
     workers: u32,
     ranks: BTreeMap<u32, KnownRank>,
-    tables: BTreeMap<CacheShard, Engine>,
+    /// Two caches of one shard only where the caller has opened them.
+    tables: Vec<(CacheShard, Arc<Engine>)>,
     pins: Pins,
     fetches: Fetches,
     /// Since when lookups miss a rank that has not said who it is.
@@ -95,7 +97,7 @@ impl RanksLookup {
             patience,
             workers: u32::try_from(workers).unwrap_or(u32::MAX),
             ranks: BTreeMap::new(),
-            tables: BTreeMap::new(),
+            tables: Vec::new(),
             pins: Pins::default(),
             fetches: Fetches::default(),
             missing_since: None,
@@ -106,6 +108,15 @@ impl RanksLookup {
             queue: VecDeque::new(),
             next: 0,
         }
+    }
+
+    /// Over caches that the caller has opened, one per rank. No worker is asked.
+    #[must_use]
+    pub fn over(engines: Vec<Arc<Engine>>) -> Self {
+        let settings = engines.first().map(|engine| engine.settings().clone()).unwrap_or_default();
+        let patience = Duration::from_millis(settings.load_timeout_ms);
+        let tables = engines.into_iter().map(|engine| (CacheShard::of(engine.geometry()), engine)).collect();
+        Self { tables, is_silent_said: true, ..Self::new(&settings, 0, patience) }
     }
 
     fn identified(&mut self, number: u32, identity: &WorkerIdentity) {
@@ -122,7 +133,7 @@ impl RanksLookup {
         self.ranks.insert(number, KnownRank { identity: identity.clone(), shard, is_seen });
         let seen: Vec<&CacheShard> =
             self.ranks.values().filter(|r| r.is_seen).filter_map(|r| r.shard.as_ref()).collect();
-        self.tables.retain(|shard, _| seen.contains(&shard));
+        self.tables.retain(|(shard, _)| seen.contains(&shard));
         // Earlier answers may be those of the process that this one replaces.
         self.requests.clear();
         self.open.clear();
@@ -136,12 +147,12 @@ impl RanksLookup {
     /// Opens the cache of `geometry` here, unless it is open; whether that succeeds.
     fn sees(&mut self, geometry: Geometry) -> bool {
         let shard = CacheShard::of(&geometry);
-        if self.tables.contains_key(&shard) {
+        if self.tables.iter().any(|(open, _)| *open == shard) {
             return true;
         }
         match Engine::open_host(&self.settings, geometry) {
             Ok(engine) if engine.is_up() => {
-                self.tables.insert(shard, engine);
+                self.tables.push((shard, Arc::new(engine)));
                 true
             }
             Ok(engine) => {
@@ -192,13 +203,17 @@ impl RanksLookup {
     }
 }
 
+fn engines(tables: &[(CacheShard, Arc<Engine>)]) -> impl Iterator<Item = &Engine> + Clone {
+    tables.iter().map(|(_, engine)| engine.as_ref())
+}
+
 impl PrefixLookup for RanksLookup {
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
-        if self.fetches.is_coming(self.tables.values(), (req_id, prompt), self.patience)? {
+        if self.fetches.is_coming(engines(&self.tables), (req_id, prompt), self.patience)? {
             return Ok(None);
         }
         let is_first = !self.tables.is_empty() && self.looked_up.insert(req_id.to_owned());
-        let seen = least(self.tables.values(), prompt, is_first)?;
+        let seen = least(engines(&self.tables), prompt, is_first)?;
         let upto = seen.unwrap_or(prompt.len());
         if upto == 0 {
             return Ok(Some(0));
@@ -240,15 +255,15 @@ impl PrefixLookup for RanksLookup {
     }
 
     fn remote(&self) -> RemoteStats {
-        remote(self.tables.values())
+        remote(engines(&self.tables))
     }
 
     fn remote_gone(&mut self) -> Vec<ChunkKey> {
-        remote_gone(self.tables.values())
+        remote_gone(engines(&self.tables))
     }
 
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
-        self.pins.pin(self.tables.values(), (req_id, prompt, tokens), patience)
+        self.pins.pin(engines(&self.tables), (req_id, prompt, tokens), patience)
     }
 
     fn unpin(&mut self, req_id: &str) {
@@ -262,7 +277,7 @@ impl PrefixLookup for RanksLookup {
         for answer in &report.answers {
             self.answered(report.rank, *answer);
         }
-        uploaded(self.tables.values(), report);
+        uploaded(engines(&self.tables), report);
     }
 
     fn wanted(&mut self) -> Option<PendingQuestion> {

@@ -101,14 +101,6 @@ impl Engine {
     /// # Errors
     /// [`crate::ErrorKind::Forked`].
     pub fn metrics_text(&self) -> Result<String> {
-        self.metrics()?.to_text()
-    }
-
-    /// All metrics, for a program that has a registry of its own.
-    ///
-    /// # Errors
-    /// [`crate::ErrorKind::Forked`].
-    pub fn metrics(&self) -> Result<Exposition> {
         let inner = self.check()?;
         let stats = inner.stats();
         let mut e = Exposition::new();
@@ -120,7 +112,7 @@ impl Engine {
         expose_remote(&mut e, &stats.remote);
         inner.expose_drives(&mut e, &stats);
         expose_log(&mut e, &stats);
-        Ok(e)
+        e.to_text()
     }
 }
 

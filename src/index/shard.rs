@@ -11,25 +11,25 @@ use super::header::{BootId, FileKind, HEADER_WORDS, Header, Holder, W_OWN, read_
 use super::mapping::{Access, Mapping};
 use crate::error::{Error, ErrorKind, Result};
 
-const W_SEQ: usize = W_OWN;
+pub(super) const W_SEQ: usize = W_OWN;
 /// Readers poll this and the words after it, so they lie on another cache line than the sequence
 /// counter, which every store writes.
 const W_LANES: usize = W_OWN + 8;
 /// Nothing with a sequence up to and with this one is served.
 const W_FLOOR: usize = W_LANES + 1;
 /// One more than the highest place of a tenant's floor ever used.
-const W_TENANTS_HIGH: usize = W_FLOOR + 1;
+pub(super) const W_TENANTS_HIGH: usize = W_FLOOR + 1;
 /// Generation of the floors, raised with every change.
-const W_FLOORS_GENERATION: usize = W_FLOOR + 2;
+pub(super) const W_FLOORS_GENERATION: usize = W_FLOOR + 2;
 /// Places of tenants' floors: tenant and sequence; a place whose sequence is 0 is free.
 const TENANTS: usize = 1024;
-const W_TENANTS: usize = HEADER_WORDS;
+pub(super) const W_TENANTS: usize = HEADER_WORDS;
 const TOTAL_WORDS: usize = W_TENANTS + 2 * TENANTS;
 
 /// A shard's shared counters.
 #[derive(Debug)]
 pub struct SharedShard {
-    map: Mapping,
+    pub(super) map: Mapping,
 }
 
 impl SharedShard {

@@ -32,7 +32,12 @@ def python_files(version: str) -> Path:
         output(*fetch, "--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", pins, "-d", made)
         with zipfile.ZipFile(next(Path(made).glob("*.whl"))) as wheel:
             wheel.extractall(files, [name for name in wheel.namelist() if name.endswith(".py")])
-        files.rename(folder)
+        try:
+            files.rename(folder)
+        except OSError:
+            # Another process has made it meanwhile.
+            if not folder.exists():
+                raise
     return folder
 
 

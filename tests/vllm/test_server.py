@@ -62,9 +62,11 @@ class Starting:
 
     def __init__(self, folder: Path, model: str, cache: dict[str, Any] | None, options: tuple[str, ...]) -> None:
         """Starts it."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # While this lives, only who asks for this very port, as the server does, gets it too.
+        self.held = socket.socket()
+        self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.held.bind(("127.0.0.1", 0))
+        port = self.held.getsockname()[1]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", *options]
         if cache is not None:
@@ -100,6 +102,7 @@ class Starting:
 
     def stop(self) -> None:
         """Asks it to end."""
+        self.held.close()
         if self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGINT)
@@ -122,6 +125,16 @@ def server(
         starting.stop()
 
 
+def until_stored(server: Server, asked: list[list[int]], cache: Path, chunks: int) -> None:
+    """Waits until a cache has so many chunks; asks again now and then, as a slow drive sheds what it has no room for in time."""
+    list_ = [sys.executable, "-m", "forebay", "ls", str(cache), "--json"]
+    until = time.monotonic() + START_S
+    while len(listed := json.loads(subprocess.run(list_, check=True, capture_output=True, text=True).stdout)) < chunks:
+        assert time.monotonic() < until, listed
+        time.sleep(1)
+        server.together(asked)
+
+
 @pytest.mark.ci
 def test_concurrent_clients_and_a_second_server_on_the_same_cache(model: str, bare: Run, tmp_path: Path) -> None:
     asked, expected = prompts(6), [tokens[:8] for tokens in bare.tokens(1)]
@@ -130,6 +143,8 @@ def test_concurrent_clients_and_a_second_server_on_the_same_cache(model: str, ba
     try:
         first, second = (one.up() for one in both)
         assert first.together(asked) == expected
+        # Two that all begin with, and one of each.
+        until_stored(first, asked, tmp_path / "cache", 2 + len(asked))
         assert second.together(asked) == expected
         loaded = second.metric("vllm:external_prefix_cache_hits")
         print(f"second server loaded {loaded} tokens")

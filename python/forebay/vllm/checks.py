@@ -168,9 +168,12 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     outer = _outer()
-    if outer is None and transfer.kv_load_failure_policy == "fail":
-        if settings.resolved["mode"] == "ro":
-            return "mode: ro: a damaged chunk stays, so every request that needs it would end with an error; set mode: rw"
+    is_fail = outer is None and transfer.kv_load_failure_policy == "fail"
+    # With `auto` whatever the policy says: a worker in the scheduler's process shares its configuration, comes first, and has changed
+    # the policy by then.
+    if settings.resolved["mode"] == "ro" and (settings.is_auto or is_fail):
+        return "mode: ro: a damaged chunk stays, and with kv_load_failure_policy: fail ends every request that needs it; set mode: rw"
+    if is_fail:
         return None
     fails = 'set "kv_load_failure_policy": "fail"' if outer is None else "use ForebayConnector without MultiConnector"
     if vllm_config.scheduler_config.async_scheduling:

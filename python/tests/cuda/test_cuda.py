@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conftest import BLOCK, BLOCKS, CHUNK, DIM, HEADS, LAYERS, config, geometry, slots  # noqa: E402
+from conftest import BLOCK, BLOCKS, CHUNK, DIM, HEADS, LAYERS, config, geometry, open_segment, slots  # noqa: E402
 from driver import Gpu, Tensor  # noqa: E402
 
 import forebay  # noqa: E402
@@ -30,6 +30,7 @@ def gpu() -> Gpu:
 def cuda_eng(cache: Path, gpu: Gpu) -> Any:
     with forebay.Engine(config(cache), geometry(), device=gpu.name) as engine:
         assert engine.is_up, engine.why_disabled
+        open_segment(engine, [gpu.tensor(np.zeros(SHAPE, np.float32)) for _ in range(LAYERS)])
         yield engine
 
 
@@ -102,13 +103,13 @@ def test_raw_pointers_and_raw_streams_work_as_tensors_do(cuda_eng: forebay.Engin
 
 def test_what_the_gpu_stored_the_host_loads_and_back(cache: Path, gpu: Gpu) -> None:
     with forebay.Engine(config(cache), geometry(), device=np.int64(0)) as engine:
-        engine.store(TOKENS, [gpu.tensor(v) for v in values()], slots(64)).wait()
+        engine.store(TOKENS, [gpu.tensor(v) for v in values()], slots(64), wait_for_staging=True).wait()
         engine.flush()
     host = [np.zeros(SHAPE, np.float32) for _ in range(LAYERS)]
     with forebay.Engine(config(cache), geometry(), device="cpu") as engine:
         assert engine.load(TOKENS, host, slots(64)).wait().tokens == 64
         other = [t + 1000 for t in TOKENS]
-        engine.store(other, values(), slots(64)).wait()
+        engine.store(other, values(), slots(64), wait_for_staging=True).wait()
         engine.flush()
     assert all(np.array_equal(at(h), at(v)) for h, v in zip(host, values(), strict=True))
     target = [gpu.tensor(np.zeros(SHAPE, np.float32)) for _ in range(LAYERS)]
@@ -119,7 +120,7 @@ def test_what_the_gpu_stored_the_host_loads_and_back(cache: Path, gpu: Gpu) -> N
 
 def test_a_damaged_file_is_a_miss_on_a_gpu_too(cache: Path, gpu: Gpu) -> None:
     with forebay.Engine(config(cache), geometry(), device=gpu.name) as engine:
-        engine.store(TOKENS, [gpu.tensor(v) for v in values()], slots(64)).wait()
+        engine.store(TOKENS, [gpu.tensor(v) for v in values()], slots(64), wait_for_staging=True).wait()
         engine.flush()
     pattern = values()[1].reshape(2, BLOCKS * BLOCK, HEADS * DIM)[0, slots(64)[CHUNK]].tobytes()
     (data,) = [f for f in cache.rglob("data.kv") if pattern in f.read_bytes()]

@@ -487,9 +487,11 @@ impl Segments {
         self.iter().find(|(_, s)| ready(s)).map(|(n, _)| n)
     }
 
-    /// Since when the longest-waiting full segment waits.
+    /// Since when the longest-waiting full segment waits, of those that [`next_full`](Self::next_full)
+    /// gives once they have waited for long enough.
     pub(in crate::log) fn full_since(&self) -> Option<Instant> {
-        self.list.iter().filter(|s| s.phase == SegmentPhase::Full).filter_map(|s| s.full_since).min()
+        let waits = |s: &&Segment| s.phase == SegmentPhase::Full && s.headers.is_empty();
+        self.list.iter().filter(waits).filter_map(|s| s.full_since).min()
     }
 
     pub(in crate::log) fn has_unsealed_full(&self) -> bool {
@@ -740,8 +742,9 @@ mod tests {
         let [early, late] = [(); 2].map(|()| segments.place(Need { pages: 2, align: 1 }, None).unwrap());
         assert!(segments.begin_header(early));
         segments.close_open();
-        assert_eq!(segments.next_full(Duration::ZERO), None);
+        assert!(segments.next_full(Duration::ZERO).is_none() && segments.full_since().is_none());
         segments.end_put(early);
+        assert!(segments.full_since().is_some());
         assert_eq!(segments.next_full(Duration::MAX), None, "a put has not ended");
         assert_eq!(segments.next_full(Duration::ZERO), Some(0), "it has been waited for");
         let (_, records) = segments.begin_seal(0).unwrap();

@@ -81,8 +81,9 @@ fn reclaim_first(volume: &Volume, of: impl Fn(&Lane) -> bool) -> bool {
             Err(e) => {
                 tracing::debug!(segment = victim.segment, "not reclaimed");
                 volume.ctx.tell("a segment cannot be reclaimed", &victim.lane.dir, &e);
+                volume.note_bad_read(e.kind());
                 // A drive that does not answer may take as long over each of the others.
-                if volume.ctx.is_closed() || e.kind() == ErrorKind::TimedOut {
+                if volume.ctx.is_closed() || is_bad(volume) {
                     return false;
                 }
             }
@@ -298,26 +299,33 @@ fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
 /// not copied go to `plan.drop`.
 ///
 /// # Errors
-/// Where the drive does not answer, or is bad: it would fail all of them, and what lies on it may
-/// be read again when it is back.
+/// Where the drive is bad, or a second one is not read or written in time: it would be the same
+/// with all of them, and what lies on it may be read again when it is back.
 fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Result<Vec<moves::Copy>> {
     if volume.is_draining() {
         plan.drop.append(&mut plan.keep);
     }
-    let mut copies = Vec::new();
+    let (mut copies, mut is_late) = (Vec::new(), false);
     for record in std::mem::take(&mut plan.keep) {
         match moves::copy_slot(volume, own, &victim.lane, &record) {
             Ok(Some(copy)) => copies.push(copy),
             Ok(None) => plan.drop.push(record),
-            Err(e) if e.kind() == ErrorKind::TimedOut => return Err(e),
-            Err(e) if e.kind() == ErrorKind::Io && !(volume.is_up() && volume.answers.is_good()) => return Err(e),
+            Err(e) if e.kind() == ErrorKind::TimedOut && is_late => return Err(e),
+            Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::TimedOut) && is_bad(volume) => return Err(e),
             Err(e) => {
+                is_late |= e.kind() == ErrorKind::TimedOut;
+                volume.note_bad_read(e.kind());
                 tracing::debug!(error = %e, "a chunk worth keeping was not moved");
                 plan.drop.push(record);
             }
         }
     }
     Ok(copies)
+}
+
+/// Whether the drive is, or was a moment ago, one that does not answer.
+fn is_bad(volume: &Volume) -> bool {
+    !(volume.is_up() && volume.answers.is_good())
 }
 
 fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {

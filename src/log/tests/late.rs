@@ -181,6 +181,15 @@ fn a_flush_covers_commits_whose_headers_are_being_written() {
     assert!((0..40).all(|n| has(&log, n)));
 }
 
+/// Waits until the lane of key 0 is this process's.
+fn until_adopted(log: &Log) {
+    let until = soon();
+    while log.stats().adopted_lanes == 0 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(log.stats().adopted_lanes == 1 && has(log, 0));
+}
+
 /// Punching a hole waits in the kernel for reads that hang, and who punches has the lock.
 #[test]
 fn a_hole_that_hangs_keeps_neither_a_removal_nor_a_close_from_ending() {
@@ -199,10 +208,35 @@ fn a_hole_that_hangs_keeps_neither_a_removal_nor_a_close_from_ending() {
     assert!(other.stats().adopted_lanes == 0 && has(&other, 0), "the lane may still be written");
     drop(hangs);
     drop((lane, log));
-    let is_adopted = || other.stats().adopted_lanes == 1;
-    let until = soon();
-    while !is_adopted() && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    assert!(is_adopted() && has(&other, 0));
+    until_adopted(&other);
+}
+
+#[test]
+fn a_thread_that_a_drive_keeps_from_ending_keeps_the_lane() {
+    let dir = temp();
+    let hangs: Arc<(AtomicBool, Mutex<()>)> = Arc::default();
+    let for_factory = Arc::clone(&hangs);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let hangs = Arc::clone(&for_factory);
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
+            if request.op == Op::Flush && hangs.0.load(Ordering::SeqCst) {
+                drop(hangs.1.lock());
+            }
+            None
+        }));
+        Ok(drive)
+    };
+    let io_timeout = Duration::from_millis(500);
+    let log =
+        Log::open(LogOptions { io_timeout, drive_factory: Some(Arc::new(factory)), ..options(dir.path()) }).unwrap();
+    while !store(&log, 0) {}
+    log.seal(soon()).unwrap();
+    let gate = hangs.1.lock();
+    hangs.0.store(true, Ordering::SeqCst);
+    assert_eq!(log.close(Instant::now()).unwrap_err().kind(), ErrorKind::TimedOut);
+    let other = open(dir.path());
+    assert!(other.stats().adopted_lanes == 0 && has(&other, 0), "a thread may still write to the lane");
+    drop((gate, log));
+    until_adopted(&other);
 }

@@ -47,6 +47,32 @@ fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     assert_eq!(log.lookup(&(0..full + 500).map(key).collect::<Vec<_>>()), full as usize + 500);
 }
 
+/// Nobody grows the index any more.
+#[test]
+fn a_put_that_finds_the_index_full_while_the_log_stops_is_answered() {
+    let dir = temp();
+    let (capacity_bytes, segment_bytes) = (96 << 20, Some(32 << 20));
+    let log = Log::open(LogOptions { foreground: true, capacity_bytes, segment_bytes, ..options(dir.path()) }).unwrap();
+    let begin = |n: u64| begin(&log, PutSpec::object(key(n), 100, KeyKind::Object)).unwrap().unwrap();
+    let lane = log.volumes[0].own().unwrap();
+    // In a log without threads only a turn grows it.
+    let mut numbers = 0..;
+    while !lane.state().unwrap().puts.has_unpublished() {
+        let n = numbers.next().unwrap();
+        let put = begin(n);
+        let crcs = write_extents(&log, &put, n, 0).unwrap();
+        put.commit(&crcs, Box::new(drop));
+    }
+    lane.state().unwrap().life.stop = true;
+    // Some find room in their buckets.
+    let refused = numbers.find_map(|n| {
+        let put = begin(n);
+        let crcs = write_extents(&log, &put, n, 0).unwrap();
+        commit(put, &crcs).err()
+    });
+    assert_eq!(refused.unwrap().kind(), ErrorKind::NoSpace);
+}
+
 /// Their lists take room in the index too.
 #[test]
 fn an_index_full_of_partial_chunks_is_recovered_whole() {

@@ -136,15 +136,17 @@ fn publish(mut commit: Commit) {
             counters.data_bytes_written.add(commit.slot_bytes);
             commit.end(Ok(true));
         }
-        Err(e) if e.kind() == ErrorKind::NoSpace => match lane.state() {
-            Ok(mut state) if !state.life.stop => {
-                state.puts.wait_for_growth(Box::new(commit));
+        Err(e) if e.kind() == ErrorKind::NoSpace => {
+            let Ok(mut state) = lane.state() else { return commit.refuse(e) };
+            if state.life.stop {
+                // Nobody grows it any more. Its refusal takes the lock too.
                 drop(state);
-                lane.work.notify_one();
+                return commit.refuse(e);
             }
-            // Nobody grows it any more.
-            _ => commit.refuse(e),
-        },
+            state.puts.wait_for_growth(Box::new(commit));
+            drop(state);
+            lane.work.notify_one();
+        }
         Err(e) => commit.refuse(e),
     }
 }

@@ -118,20 +118,6 @@ impl Standin {
         unsafe { set(key.as_ptr(), a, b) }
     }
 
-    /// GPUs in the machine; before anything initialises the driver.
-    pub fn set_devices(&self, count: u64) {
-        // SAFETY: the type of the driver's function.
-        let init: unsafe extern "C" fn(u32) -> c_int = self.function("cuInit");
-        // SAFETY: initialises once; later calls change nothing.
-        unsafe { init(0) };
-        self.set("devices", count, 0);
-    }
-
-    /// The version that the driver reports, 1000 × major + 10 × minor.
-    pub fn set_driver_version(&self, version: u64) {
-        self.set("driver_version", version, 0);
-    }
-
     /// Bytes of memory of a GPU.
     pub fn set_memory(&self, ordinal: u64, bytes: u64) {
         self.set("memory", ordinal, bytes);

@@ -6,8 +6,12 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from .fuzz import Tally
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Where the KV lies."""
     return str(request.config.getoption("--device", "cpu"))
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    """Of all seeds of a module."""
+    from .fuzz import Tally
+
+    return Tally()
 
 
 @pytest.fixture

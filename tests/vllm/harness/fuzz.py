@@ -128,6 +128,15 @@ def failing(made: Shape) -> Shape:
     return dataclasses.replace(made, asynchronous=ahead, prefix_caching=caching, policy="fail", settings=settings)
 
 
+def patient(made: Shape) -> Shape:
+    """The same server with time for a slow drive, but where it is to run out of it. Comes last: what was drawn before seeds other draws."""
+    settings = dict(made.settings)
+    for name, short, long in (("load_timeout_ms", 2000, 20_000), ("gather_patience_ms", 50, 5000)):
+        if settings[name] == short:
+            settings[name] = long
+    return dataclasses.replace(made, settings=settings)
+
+
 class Fuzz:
     """One run: servers one after the other on the same caches."""
 
@@ -150,7 +159,7 @@ class Fuzz:
         self.sent = 0
 
     def _drawn(self) -> Shape:
-        return self.change(with_windows(shape(self.source, self.device), self.windows))
+        return patient(self.change(with_windows(shape(self.source, self.device), self.windows)))
 
     def _tokens(self, count: int) -> list[int]:
         return [self.source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]

@@ -14,7 +14,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from .kv import FIRST_TOKEN, VOCABULARY
-from .server import NotStored, Server, Shape
+from .server import Server, Shape
 
 #: Prompts that fill the cache more than once: about 1300 chunks of 32 tokens fit into its 16 MiB.
 PROMPTS, TOKENS = 80, 900
@@ -34,7 +34,7 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy
     server = Server(Shape(ranks=1, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
     asked = prompts(5)
     for number, prompt in enumerate(asked):
-        until_stored(server, f"r{number}", prompt)
+        store(server, f"r{number}", prompt)
     server.check_outputs()
     until_told(server, asked[-1])
     served: set[Any] = set()
@@ -72,7 +72,7 @@ def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_mi
     patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "remote_url": url}
     server = Server(Shape(ranks=2, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
     asked = prompts(6)[0]
-    until_stored(server, "first", asked)
+    store(server, "first", asked)
     full = TOKENS // 32 * 32
 
     def told(kind: type, locality: str) -> set[Any]:
@@ -109,17 +109,11 @@ def until(server: Server, is_told: Callable[[], bool]) -> None:
     raise AssertionError(f"it was never told; {server.events[-3:]}")
 
 
-def until_stored(server: Server, req_id: str, prompt: list[int]) -> None:
-    """Asks until a prompt is stored: on a drive slower than the prompts, room is made too late for some, and stores are shed."""
-    for again in range(20):
-        server.ask(f"{req_id}-{again}", prompt, 2)
-        server.drain()
-        try:
-            return server.until_stored(prompt, TOKENS // 32 * 32, patience_s=1.0)
-        except NotStored as error:
-            print(error)
-        server.reset()
-    raise AssertionError("a prompt was never stored; see above")
+def store(server: Server, req_id: str, prompt: list[int]) -> None:
+    """Asks a prompt, until it is stored."""
+    server.ask(req_id, prompt, 2)
+    server.drain()
+    server.until_stored(prompt, TOKENS // 32 * 32)
 
 
 def until_told(server: Server, prompt: list[int]) -> None:

@@ -239,9 +239,11 @@ def test_a_load_that_fails_on_one_worker_is_computed(
         print(f"life {life}: {server.loaded_tokens} tokens loaded, {failed} loads failed")
         for rank in server.runner.ranks:
             print(f"rank {rank.rank}: {rank.connector._worker.stats()}")
-        server.close()
         if life == 0:
             assert server.loaded_tokens == 0
+            server.until_stored(PROMPT + PROMPT, 192)
+        server.close()
+        if life == 0:
             assert kind(tmp_path / "cache", 1, random.Random(7)) > 0
         elif kind is damage.flip and life == 1:
             assert failed > 0, "the damage was not met"

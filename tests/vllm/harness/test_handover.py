@@ -33,6 +33,7 @@ def test_with_mla_one_rank_stores_and_all_ranks_load(tmp_path: Path, device: str
         assert [s["loaded_tokens"] for s in stats] == [loaded] * 3
         assert [s["saves"] > 0 for s in stats[1:]] == [False, False]
         assert loaded or stats[0]["saves"] > 0
+        server.until_stored(PROMPT, WHOLE)
         server.close()
     # The namespace of the one that stores serves any number of ranks.
     server = Server(Shape(ranks=1, mla=True, device=device), tmp_path)
@@ -47,6 +48,10 @@ def test_a_consumer_waits_for_what_a_producer_has_promised(tmp_path: Path, devic
     patient = {"max_held_blocks": 1000, "load_timeout_ms": 60_000, "gather_patience_ms": 20_000}
     producer = Server(Shape(role="kv_producer", device=device, settings=patient), tmp_path)
     consumer = Server(Shape(role="kv_consumer", device=device, settings=patient), tmp_path)
+    # So that the producer has a segment open, and sheds nothing.
+    producer.ask("other", PROMPT[::-1], 1)
+    finish(producer)
+    producer.until_stored(PROMPT[::-1], WHOLE)
     producer.ask("a", PROMPT, 1)
     promise = {"num_transferred_tokens": WHOLE}
     # It asks before the producer has computed a token.
@@ -55,7 +60,7 @@ def test_a_consumer_waits_for_what_a_producer_has_promised(tmp_path: Path, devic
         consumer.step()
     assert consumer.scheduler.connector._scheduler.stats()["scheduler_awaited"] > 0
     finish(producer)
-    assert producer.handed_over == {"a": promise}
+    assert producer.handed_over["a"] == promise
     finish(consumer)
     assert consumer.loaded_tokens == WHOLE, "nothing was computed twice"
     # What was handed over before is stored no second time.

@@ -15,12 +15,6 @@ from .server import Server, Shape
 from .test_fuzz import CHOSEN
 
 
-@pytest.fixture(scope="module")
-def tally() -> Tally:
-    """Of all seeds of this run."""
-    return Tally()
-
-
 @pytest.mark.parametrize("seed", CHOSEN)
 def test_every_request_ends_with_the_right_tokens(seed: int, tmp_path: Path, tally: Tally, device: str) -> None:
     fuzz = Fuzz(seed, tmp_path, tally, device, change=within_steps)

@@ -24,6 +24,7 @@ def stored(folder: Path, device: str, **shape: Any) -> None:
     for n, prompt in enumerate(PROMPTS):
         server.ask(f"store {n}", prompt, 1)
         server.drain()
+        server.until_stored(prompt, 96)
     server.close()
 
 

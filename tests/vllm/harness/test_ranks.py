@@ -37,13 +37,15 @@ def finish(server: Server) -> None:
     server.check_empty()
 
 
-def run(shape: Shape, folder: Path) -> Server:
-    """A server that has answered one prompt, and is closed."""
+def run(shape: Shape, folder: Path) -> tuple[int, int]:
+    """Tokens that a server loads for one prompt, and loads that fail; then the prompt is stored."""
     server = Server(shape, folder)
     server.ask("a", PROMPT, 8)
     finish(server)
+    answered = server.loaded_tokens, server.failed_loads
+    server.until_stored(PROMPT, whole(shape))
     server.close()
-    return server
+    return answered
 
 
 def whole(shape: Shape) -> int:
@@ -56,8 +58,8 @@ def whole(shape: Shape) -> int:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
 def test_all_ranks_load_what_they_stored(tmp_path: Path, device: str, name: str, asynchronous: bool) -> None:
     shape = Shape(asynchronous=asynchronous, second_runner=asynchronous, device=device, settings=PATIENT, **RANKS[name])
-    assert run(shape, tmp_path).loaded_tokens == 0
-    assert run(shape, tmp_path).loaded_tokens == whole(shape)
+    assert run(shape, tmp_path) == (0, 0)
+    assert run(shape, tmp_path) == (whole(shape), 0)
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -66,18 +68,17 @@ def test_one_rank_without_kv_means_that_nothing_is_loaded(tmp_path: Path, device
     run(shape, tmp_path)
     last = shape.workers - 1
     assert damage.remove_rank(shape.cache(tmp_path, last), last, random.Random(1))
-    again = run(shape, tmp_path)
-    assert (again.loaded_tokens, again.failed_loads) == (0, 0)
+    assert run(shape, tmp_path) == (0, 0)
     # What was missing there was stored again; nothing else was.
-    assert run(shape, tmp_path).loaded_tokens == whole(shape)
+    assert run(shape, tmp_path) == (whole(shape), 0)
 
 
 @pytest.mark.parametrize("pieces", ["outer", "inner"])
 @pytest.mark.parametrize("more", [{}, {"windows": (None, 40)}, {"ranks": 2, "context": 2}], ids=["plain", "windows", "context"])
 def test_blocks_in_pieces_are_moved_whole(tmp_path: Path, device: str, pieces: str, more: dict[str, Any]) -> None:
     shape = Shape(pieces=pieces, device=device, settings=PATIENT, **more)
-    assert run(shape, tmp_path).loaded_tokens == 0
-    assert run(shape, tmp_path).loaded_tokens == whole(shape)
+    assert run(shape, tmp_path) == (0, 0)
+    assert run(shape, tmp_path) == (whole(shape), 0)
 
 
 def test_a_stage_that_is_not_told_that_a_step_is_computed_stores_before_the_next(
@@ -91,7 +92,7 @@ def test_a_stage_that_is_not_told_that_a_step_is_computed_stores_before_the_next
     finish(server)
     server.until_stored(PROMPT, whole(shape))
     server.close()
-    assert run(shape, tmp_path).loaded_tokens == whole(shape)
+    assert run(shape, tmp_path) == (whole(shape), 0)
 
 
 def test_stages_of_other_layers_share_nothing(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,27 +101,23 @@ def test_stages_of_other_layers_share_nothing(tmp_path: Path, device: str, monke
     shape = Shape(ranks=1, stages=2, device=device, settings=PATIENT)
     run(shape, tmp_path)
     monkeypatch.setattr(identity, "stages", lambda config: [(0, 2), (2, 3)])
-    assert run(shape, tmp_path).loaded_tokens == 0
+    assert run(shape, tmp_path) == (0, 0)
 
 
 def test_a_rank_that_is_elsewhere_is_asked_only_for_what_is_stored_here(tmp_path: Path, device: str) -> None:
     shape = Shape(ranks=2, elsewhere=(1,), device=device, settings=PATIENT)
     server = Server(shape, tmp_path)
+    half = server.scheduler.connector._scheduler
     for name, count in (("a", 0), ("b", 1)):
         server.reset()
+        before = half.stats()["scheduler_questions"], server.loaded_tokens
         server.ask(name, PROMPT, 4)
         finish(server)
+        stats = half.stats()
+        assert (stats["scheduler_unseen_ranks"], stats["scheduler_questions"] - before[0]) == (1, count)
+        assert server.loaded_tokens - before[1] == count * whole(shape)
         server.until_stored(PROMPT, whole(shape))
-        stats = server.scheduler.connector._scheduler.stats()
-        assert (stats["scheduler_unseen_ranks"], stats["scheduler_questions"]) == (1, count)
-    assert server.loaded_tokens == whole(shape)
     server.close()
-
-
-@pytest.fixture(scope="module")
-def tally() -> Tally:
-    """Of all seeds of this run."""
-    return Tally()
 
 
 @pytest.mark.parametrize("seed", CHOSEN)

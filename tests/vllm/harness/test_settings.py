@@ -45,8 +45,10 @@ def loaded(folder: Path, **extra: Any) -> int:
     server.ask("a", PROMPT, 4)
     server.drain()
     server.check_outputs()
+    found = server.loaded_tokens
+    server.until_stored(PROMPT, 288)
     server.close()
-    return server.loaded_tokens
+    return found
 
 
 def test_a_file_the_environment_and_code_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,18 +303,25 @@ def test_a_connector_whose_failed_loads_are_known_too_late_is_refused(name: str,
         siblings(name)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_inside_multiconnector_scheduler_and_workers_decide_alike_about_layerwise_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    # vLLM sets its current configuration around the constructors of workers, and not around the scheduler's.
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each connector that was made has decided about layer-wise loads."""
     decided, decide = [], checks.layerwise
 
     def noted(*args: Any) -> Any:
-        decided.append(decide(*args))
-        return decided[-1]
+        settings = decide(*args)
+        decided.append(settings.layerwise)
+        return settings
 
     monkeypatch.setattr(checks, "layerwise", noted)
+    return decided
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_inside_multiconnector_scheduler_and_workers_decide_alike_about_layerwise_loads(
+    tmp_path: Path, decided: list[bool], asynchronous: bool
+) -> None:
+    # vLLM sets its current configuration around the constructors of workers, and not around the scheduler's.
     shape = Shape(asynchronous=asynchronous, prefix_caching=False, settings={"use_layerwise": "auto"})
     config = vllm_config(shape, tmp_path)
     ours = config.kv_transfer_config
@@ -322,7 +331,20 @@ def test_inside_multiconnector_scheduler_and_workers_decide_alike_about_layerwis
     KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, _kv(shape, 0)).shutdown()
     with set_current_vllm_config(config):
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, _kv(shape, 0)).shutdown()
-    assert [settings.layerwise for settings in decided] == [not asynchronous] * 2
+    assert decided == [not asynchronous] * 2
+
+
+@pytest.mark.parametrize("mode", ["ro", "rw"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_worker_that_shares_the_schedulers_configuration_decides_alike_about_layerwise_loads(
+    tmp_path: Path, decided: list[bool], mode: str, prefix_caching: bool
+) -> None:
+    # As in vLLM's executor in one process, which makes the worker first.
+    shape = Shape(policy="fail", prefix_caching=prefix_caching, settings={"use_layerwise": "auto", "mode": mode})
+    config = vllm_config(shape, tmp_path)
+    for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
+        KVConnectorFactory.create_connector(config, role, _kv(shape, 0)).shutdown()
+    assert decided == [mode == "rw"] * 2
 
 
 def test_a_load_within_a_step_is_refused_by_a_worker_that_does_not_wait_for_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,6 @@ from .test_fuzz import CHOSEN
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None, 40), (None, 16, 100), (24, None), (50,))
 
 
-@pytest.fixture(scope="module")
-def tally() -> Tally:
-    """Of all seeds of this run."""
-    return Tally()
-
-
 @pytest.mark.parametrize("seed", CHOSEN)
 def test_every_request_ends_with_the_right_tokens(seed: int, tmp_path: Path, tally: Tally, device: str) -> None:
     fuzz = Fuzz(seed, tmp_path, tally, device, WINDOWS[seed % len(WINDOWS)])

@@ -7,6 +7,7 @@
 mod lease;
 mod marks;
 mod reuse;
+mod shard;
 mod table;
 mod touch;
 
