@@ -17,7 +17,7 @@ import lmcache
 import pytest
 import torch
 from conftest import spec
-from driving import adapter, bits, key, load, memory, same, wait
+from driving import adapter, bits, key, load, memory, same, store, wait
 from forebay.lmcache import plugin
 from lmcache.cli.commands.server import ServerCommand
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ci
 #: Options of `lmcache server`, of 0.5.6 and of 0.5.7rc2.
 SERVER = {
     "in the keys: with another one nothing is found": "chunk_size hash_algorithm",
-    "in the layout, which `plugin` refuses where it differs": "separate_object_groups supported_transfer_mode",
+    "in the layout, which `plugin` tells apart where planes, layers, width or element type differ": "separate_object_groups supported_transfer_mode",
     # Blending stores, under plain keys, what it computed from KV of other contexts. The next says which blocks hold no KV. The others run code
     # of the user's.
     "needs a namespace": "engine_type null_block_id runtime_plugin_locations runtime_plugin_config server_module enable",
@@ -70,7 +70,7 @@ CONNECTOR = {
     # Ranks of the second server have the keys of the first one's.
     "a namespace for each server": "mp.server_urls",
     "needs a namespace": "token_drop token_drop_algorithms",
-    "in the layout, which `plugin` refuses where it differs": "mp.mp_transfer_mode",
+    "in the layout, which `plugin` tells apart where planes, layers, width or element type differ": "mp.mp_transfer_mode",
     "which server, and how": "mp.host mp.port mp.autostart mp.autostart.server_args mp.autostart.wait_timeout mp.mq_timeout "
     "mp.heartbeat_interval mp.nonblocking_lookup_status mp.isolated_ipc mp.use_vmm_api",
     # What decoding computes differs from a prefill's by rounding.
@@ -134,7 +134,7 @@ def test_all_that_a_key_has_names_the_value() -> None:
     keys = [plain, *(dataclasses.replace(plain, **{part: value}) for part, value in changes.items())]
     names = [plugin.name(one) for one in keys]
     assert len(set(names)) == len(keys)
-    assert names == [_object_key_to_string(one) for one in keys], "the same through both doors"
+    assert names == [_object_key_to_string(one) for one in keys], "what `native_plugin` is given"
 
 
 def test_chunks_of_another_size_have_other_keys_and_versions_the_same_ones() -> None:
@@ -166,9 +166,14 @@ def _value(of: str, fill: int) -> TensorMemoryObj:
     return TensorMemoryObj(raw_data=data, metadata=metadata, parent_allocator=None)
 
 
-def _store(over: Any, number: int, of: str) -> bool:
-    value = _value(of, number)  # Its memory is LMCache's until the answer.
-    task = over.submit_store_task([key(number)], [value])
+def _fill(number: int, of: str) -> int:
+    return 10 * number + list(LAYOUTS).index(of)
+
+
+def _store(over: Any, one: int | ObjectKey, of: str) -> bool:
+    made = key(one) if isinstance(one, int) else one
+    value = _value(of, _fill(int.from_bytes(made.chunk_hash, "big"), of))  # Its memory is LMCache's until the answer.
+    task = over.submit_store_task([made], [value])
     return wait(over.get_store_event_fd(), over.pop_completed_store_tasks)[task].is_successful()
 
 
@@ -179,33 +184,111 @@ def _finds(over: Any, number: int, of: str) -> bool:
     return found
 
 
-@pytest.mark.parametrize("other", [name for name in LAYOUTS if name != "one"])
-def test_values_of_another_layout_are_refused_though_their_length_is_the_same(cache: Path, other: str, caplog: pytest.LogCaptureFixture) -> None:
+def _loads(over: Any, number: int, of: str) -> bool:
+    """Whether a load fills buffers of this layout, with what was stored with this layout."""
+    target = _value(of, 99)
+    answer = load(over, {number: target})[0]
+    assert same(target, _value(of, _fill(number, of) if answer else 99))
+    return answer
+
+
+def _listed(over: Any) -> list[ObjectKey]:
+    return [entry.key.to_object_key() for entry in over.list_l2_keys().entries]
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_layouts_of_the_same_length_are_misses_for_one_another_and_lie_beside_each_other(cache: Path, first: str) -> None:
+    others = [name for name in LAYOUTS if name != first]
     with adapter(spec(cache)) as over:
-        assert _store(over, 1, "one") and _finds(over, 1, "one")
-    with adapter(spec(cache)) as over, adapter(spec(cache, namespace="apart")) as apart:
-        assert not _finds(over, 1, other) and not _store(over, 2, other)
-        assert "values of org/model are stored here with another layout" in caplog.text and "`namespace`" in caplog.text
-        assert _finds(over, 1, "one") and not _finds(over, 2, "one")
-        target = memory(LENGTH, None)
-        assert load(over, {1: target}) == [True] and same(target, memory(LENGTH, 1))
-        assert _store(apart, 1, other) and _finds(apart, 1, other)
-
-
-def test_a_cache_that_was_emptied_takes_the_other_layout(cache: Path) -> None:
+        assert _store(over, 1, first)
+        assert [name for name in LAYOUTS if _finds(over, 1, name)] == [first] == [name for name in LAYOUTS if _loads(over, 1, name)]
+    # A server of another layout comes first here, and stores what the first has not.
     with adapter(spec(cache)) as over:
-        assert _store(over, 1, "one") and not _store(over, 1, "KV type")
-        with forebay.ObjectStore({"cache_dir": str(cache), "capacity": "1GiB", "min_free": 0}, namespace="lmcache/default") as all_of_them:
-            all_of_them.clear()
-        assert _store(over, 1, "KV type") and _finds(over, 1, "KV type")
+        assert not any(_finds(over, 1, name) or _loads(over, 1, name) for name in others)
+        assert all(_store(over, 1, name) for name in others)
+    with adapter(spec(cache)) as over:
+        assert all(_finds(over, 1, name) and _loads(over, 1, name) for name in LAYOUTS)
 
 
-def test_what_says_the_layout_is_no_value_of_lmcaches(cache: Path) -> None:
+def test_nothing_but_values_is_stored_that_could_be_lost(cache: Path) -> None:
+    settings = {"cache_dir": str(cache), "capacity": "1GiB", "min_free": 0}
     with adapter(spec(cache)) as over:
         assert _store(over, 1, "one")
-        assert [entry.key.to_object_key() for entry in over.list_l2_keys().entries] == [key(1)]
+        with forebay.ObjectStore(settings, namespace="lmcache/default") as everything:
+            ((text, length),) = everything.list()
+            assert length == LENGTH and everything.delete([text]) == [True]
+        assert _store(over, 1, "KV type") and _finds(over, 1, "KV type")
+        assert not _finds(over, 1, "one") and not _loads(over, 1, "one")
 
 
-def test_mere_bytes_have_no_layout() -> None:
-    # A serde's values: what `plugin` sees is their length.
-    assert plugin.layout([torch.Size([LENGTH])], [torch.uint8]) is None and plugin.layout([], []) is None
+def test_a_lookup_stores_nothing(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        before = over.report_status()["put"]
+        assert not any(_finds(over, 1, name) for name in LAYOUTS)
+        assert over.report_status()["put"] == before and _listed(over) == []
+
+
+def test_what_lmcache_deletes_touches_and_lists_has_no_layout(cache: Path) -> None:
+    salted = dataclasses.replace(key(2), cache_salt="0123456789abcdef")
+    with adapter(spec(cache)) as over:
+        assert _store(over, 1, "one") and _store(over, salted, "one") and store(over, {3: memory(LENGTH, 3)})
+        assert sorted(_listed(over), key=lambda one: one.chunk_hash) == [key(1), salted, key(3)]
+        over.submit_touch([key(1), salted, key(3)])
+        over.delete([key(1), key(3)])
+        assert _listed(over) == [salted] and not _finds(over, 1, "one")
+        assert over.get_usage().total_bytes_used == LENGTH
+    # Another process has not seen the layout until it lists what is there, as who deletes does first.
+    with adapter(spec(cache)) as over:
+        over.delete([salted])
+        over.delete(_listed(over))
+        assert _listed(over) == []
+
+
+def test_what_a_lookup_of_a_layout_has_locked_is_unlocked(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        assert _store(over, 1, "one") and store(over, {2: memory(LENGTH, 2)})
+        pinned: list[str] = []
+        real = over._store
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def pin(self, names: list[str], ttl_s: float) -> list[bool]:
+                answers = real.pin(names, ttl_s)
+                pinned.extend(one for one, yes in zip(names, answers, strict=True) if yes)
+                return answers
+
+            def unpin(self, names: list[str]) -> None:
+                for one in names:
+                    if one in pinned:
+                        pinned.remove(one)
+                real.unpin(names)
+
+        over._store = Watched()
+        assert _finds(over, 1, "one") and _finds(over, 2, "one") and not _finds(over, 1, "KV type")
+        assert pinned == []
+        over._store = real
+
+
+def test_behind_a_serde_values_are_bytes_and_are_found_by_the_layout_that_lmcache_makes_of_them(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        assert store(over, {1: memory(5000, 1)})
+    with adapter(spec(cache)) as over:
+        assert _finds(over, 1, "one") and _finds(over, 1, "KV type")
+        target = memory(5000, None)
+        assert load(over, {1: target}) == [True] and same(target, memory(5000, 1))
+        # A server without the serde that shares the namespace is told yes, and gets a miss.
+        assert not _loads(over, 1, "one")
+        over.delete([key(1)])
+        assert not _finds(over, 1, "one")
+
+
+def test_names_are_read_back_as_they_were_made() -> None:
+    of = plugin.layout(*LAYOUTS["one"])
+    assert len(of) == 17 and plugin.layout([torch.Size([LENGTH])], [torch.uint8]) == plugin.layout([], []) == ""
+    for model, salt in [("org/model", ""), ("org/model", "tenant"), ("/a path/of/a model/", "0123456789abcdef")]:
+        made = dataclasses.replace(key(1), model_name=model, cache_salt=salt)
+        for suffix in ("", of):
+            known = plugin.encoded((plugin.name(made) + suffix).encode())
+            assert known is not None and (known[0].to_object_key(), known[1]) == (made, suffix)

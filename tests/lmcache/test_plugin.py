@@ -206,7 +206,7 @@ def test_a_value_that_another_server_stored_first_is_told_gone_too(cache: Path) 
 def test_batches_that_fail_for_one_reason_do_not_fill_the_log(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     with adapter(spec(cache)) as over:
         for number, (kind, cause) in enumerate([("put", "no_space"), ("put", "no_space"), ("get", "io_error"), ("put", "io_error")]):
-            over._tasks[-1 - number] = [key(1), key(2)]
+            over._tasks[-1 - number] = [(key(1), plugin.name(key(1))), (key(2), plugin.name(key(2)))]
             over._take(forebay.Completion(-1 - number, kind, [True, False], [1, 0], [None, cause], "it failed"))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and "it failed" in record.getMessage()] == [
         "a store of 2 keys: it failed",
@@ -271,7 +271,7 @@ def test_values_go_into_and_out_of_lmcaches_registered_memory(cache: Path) -> No
         assert load(over, {3: elsewhere}) == [True] and same(elsewhere, memory(length, 3))
 
 
-def test_both_doors_have_the_same_values(cache: Path) -> None:
+def test_both_doors_have_the_same_bytes_without_a_layout(cache: Path) -> None:
     with adapter(spec(cache)) as one, adapter(spec(cache, "native_plugin")) as other:
         assert store(one, {1: memory(5000, 1)}) and store(other, {2: memory(5000, 2)})
         assert found(one, [1, 2]) == found(other, [1, 2]) == [True, True]

@@ -1,7 +1,7 @@
 """Forebay for LMCache: the classes that LMCache's server makes from the JSON line of `--l2-adapter` (docs/lmcache.md).
 
-`Adapter` is for `"type": "plugin"`, `Connector` for `"type": "native_plugin"`. Both store the same values under the same keys, so that servers
-with either of them share a cache.
+`Adapter` is for `"type": "plugin"`, `Connector` for `"type": "native_plugin"`. A value that is not mere bytes has its layout in its name
+with `Adapter` alone, so neither finds the KV of the other.
 
 `Connector` knows nothing of LMCache's packages; `Adapter` derives from LMCache's interface, and LMCache is imported only when it is asked for.
 """

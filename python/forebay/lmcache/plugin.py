@@ -1,14 +1,15 @@
 """The adapter class that LMCache's `plugin` L2 adapter makes: LMCache's own interface, over Forebay's object store.
 
 LMCache's controller threads submit tasks and poll three descriptors, one each for stores, lookups and loads. A thread here takes the store's
-completions and wakes the controller that waits for each. Lookups need no drive and are answered at once, but for the first of a layout.
+completions and wakes the controller that waits for each. Lookups need no drive and are answered at once.
 
 Invariants:
 - A load fills the whole buffer with verified bytes, or the key is answered with no.
 - What a lookup has answered with yes is not evicted until `submit_unlock`, or for `PIN_S` seconds, whichever is first, as far as `lease_share`
   allows leases.
 - A buffer belongs to LMCache and stays valid until its task has been answered; that is LMCache's side of the interface.
-- Values of one model, rank, object group and length have one layout. LMCache's keys do not tell layouts apart.
+- A value is loaded with the shapes and element types that it was stored with, and with no others: its name has their digest, as LMCache's
+  keys do not tell them apart. Mere bytes have the plain name.
 - Capacity and eviction are the store's, for all servers of a cache. LMCache is told what has gone, and never evicts here by itself.
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import math
 import os
 import select
 import threading
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("forebay.lmcache")
 
-#: Length in bytes of a value, and a digest of its shapes and element types.
-Layout = tuple[int, bytes]
 #: The longest that a lookup keeps values from eviction, in seconds. LMCache unlocks after the load,
 #: much sooner; a server that was killed never does.
 PIN_S = 60.0
@@ -64,13 +62,14 @@ class Adapter(L2AdapterInterface):
         if l1_memory_desc is not None and l1_memory_desc.stable_registration_size:
             self._register(l1_memory_desc.ptr, l1_memory_desc.stable_registration_size)
         self._lock = threading.Lock()
-        #: Stores and loads under way, by their number: the keys.
-        self._tasks: dict[int, list[ObjectKey]] = {}
-        #: Layouts that the cache has: the digest of each, by the object that says so.
-        self._layouts: dict[str, bytes] = {}
+        #: Stores and loads under way, by their number: the keys, and what their values are stored under.
+        self._tasks: dict[int, list[tuple[ObjectKey, str]]] = {}
+        #: Layouts that were stored, looked for, loaded or listed here, by model, rank and object group:
+        #: LMCache gives none with what it unlocks, touches and deletes.
+        self._layouts: dict[tuple[str, int, int], set[str]] = {}
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
-        self._lookups = self._refused = 0
+        self._lookups = 0
         #: Values that LMCache was told are stored and that are not known to be gone, by digest: key,
         #: and length in bytes as LMCache counts it, 0 where another server stored the value.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
@@ -111,13 +110,6 @@ class Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Stores each value under its key. A key that is stored already stays as it is, and is a yes."""
-        if not all(self._fit(keys, [layout_of(value) for value in objects])):
-            with self._lock:
-                self._refused -= 1
-                task = self._refused
-                self._done["store"][task] = L2StoreResult(False, 0)
-            self._wake["store"].notify()
-            return task
         dtype = common_dtype(objects)
         return self._submit(lambda pairs: self._store.submit_put(pairs, dtype=dtype), keys, objects)
 
@@ -130,12 +122,13 @@ class Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]) -> int:
         """Which values are stored. Each of them is kept until it is unlocked, for `PIN_S` at most, as far as `lease_share` allows."""
         layouts = {group: layout(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
-        fit = self._fit(keys, [layouts.get(key.object_group_id) for key in keys])
-        names = [name(key) for key, yes in zip(keys, fit, strict=True) if yes]
-        pinned = self._store.pin(names, PIN_S)
-        # What cannot be kept is most probably still there when it is loaded, and a miss if not.
-        there = iter([yes or self._store.count_prefix([one]) == 1 for one, yes in zip(names, pinned, strict=True)])
-        found = [yes and next(there) for yes in fit]
+        names = [self._name(key, layouts.get(key.object_group_id, "")) for key in keys]
+        found = self._pin(names)
+        # Behind a `serde` LMCache looks for the layout that it makes of the stored bytes. A load takes
+        # what has the name of its own buffers, so that a yes too many is a miss there.
+        again = [place for place, yes in enumerate(found) if not yes and names[place] != name(keys[place])]
+        for place, yes in zip(again, self._pin([name(keys[place]) for place in again]), strict=True):
+            found[place] = yes
         with self._lock:
             self._lookups += 1
             task = self._lookups
@@ -150,7 +143,7 @@ class Adapter(L2AdapterInterface):
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Releases one lock of each key."""
-        self._store.unpin([name(key) for key in keys])
+        self._store.unpin([one for key in keys for one in self._names(key)])
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Fills each buffer with the value of its key."""
@@ -163,29 +156,34 @@ class Adapter(L2AdapterInterface):
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
         """Counts a use of each value: what LMCache serves from its memory stays here too."""
-        self._store.submit_exists([name(key) for key in keys])
+        self._store.submit_exists([one for key in keys for one in self._names(key)])
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Removes the values of the keys, durably, for all servers."""
-        names = [name(key) for key in keys]
-        removed = self._store.delete(names)
+        pairs = [(key, one) for key in keys for one in self._names(key)]
+        removed = self._store.delete([one for _, one in pairs])
         # What another server has evicted or deleted before has gone too: LMCache would name it again.
-        digests = [forebay.object_digest(one) for one in names]
-        gone = [one for one, yes, is_gone in zip(digests, removed, self._store.gone(digests), strict=True) if yes or is_gone]
-        self._forget(gone)
-        if len(gone) < len(keys):
+        digests = [forebay.object_digest(one) for _, one in pairs]
+        gone = [yes or is_gone for yes, is_gone in zip(removed, self._store.gone(digests), strict=True)]
+        self._forget(digest for digest, yes in zip(digests, gone, strict=True) if yes)
+        if left := {key for (key, _), yes in zip(pairs, gone, strict=True) if not yes}:
             # Not raised: LMCache's thread that enforces quotas would end, for all of its adapters.
-            self._quiet.warn("delete", "%d of %d keys could not be deleted", len(keys) - len(gone), len(keys))
+            self._quiet.warn("delete", "%d of %d keys could not be deleted", len(left), len(keys))
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
-        """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
+        """A page of the stored keys, of all servers, one for each value. Reads 4 KiB of the drive for each key that it looks at."""
         if page_size <= 0:
             raise ValueError(f"page_size must be positive, got {page_size}")
         prefix = None if model_name is None else f"{model_name}@"
         found = self._store.list(prefix, page_size, None if cursor is None else bytes.fromhex(cursor))
-        entries = tuple(KeyEntry(key, length) for text, length in found if (key := encoded(text)) is not None)
-        return KeyListPage(entries, found[-1][0].hex() if len(found) == page_size else None)
+        entries = []
+        for text, length in found:
+            if (known := encoded(text)) is not None:
+                key, of = known
+                self._seen(key, of)
+                entries.append(KeyEntry(key, length))
+        return KeyListPage(tuple(entries), found[-1][0].hex() if len(found) == page_size else None)
 
     def report_status(self) -> dict[str, Any]:
         """Whether values are served, why not, and the counters of `ObjectStore.stats`."""
@@ -209,47 +207,34 @@ class Adapter(L2AdapterInterface):
             notifier.close()
 
     def _submit(self, submit: Callable[[Any], int], keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        pairs = [(name(key), value.byte_array) for key, value in zip(keys, objects, strict=True)]
+        names = [self._name(key, layout_of(value)) for key, value in zip(keys, objects, strict=True)]
+        pairs = [(one, value.byte_array) for one, value in zip(names, objects, strict=True)]
         # The lock keeps the thread from a completion whose number is not known here yet.
         with self._lock:
             number = submit(pairs)
-            self._tasks[number] = keys
+            self._tasks[number] = list(zip(keys, names, strict=True))
         return number
 
-    def _fit(self, keys: list[ObjectKey], layouts: list[Layout | None]) -> list[bool]:
-        """Which values have the layout that the cache has for their model, rank, object group and length. Values of another one would pass
-        for them. Whoever stores or looks for such values first writes their layout into the cache."""
-        asked: dict[tuple[str, bytes], bool] = {}
-        fit = []
-        for key, given in zip(keys, layouts, strict=True):
-            if given is None:
-                fit.append(True)
-                continue
-            length, digest = given
-            one = (f"layout of {key.model_name} {key.kv_rank:08x} {key.object_group_id:x} {length}", digest)
-            if one not in asked:
-                asked[one] = self._is_the_caches(*one)
-                if not asked[one]:
-                    self._quiet.warn(
-                        "layout",
-                        "values of %s are stored here with another layout (KV type, attention backend, parallelism or object groups), so nothing "
-                        "is stored or found; give this server a `namespace` of its own",
-                        key.model_name,
-                    )
-            fit.append(asked[one])
-        return fit
+    def _pin(self, names: list[str]) -> list[bool]:
+        pinned = self._store.pin(names, PIN_S)
+        # What cannot be kept is most probably still there when it is loaded, and a miss if not.
+        return [yes or self._store.count_prefix([one]) == 1 for one, yes in zip(names, pinned, strict=True)]
 
-    def _is_the_caches(self, said_by: str, digest: bytes) -> bool:
-        if self._layouts.get(said_by) == digest:
-            return True
-        # What is there stays. Without space, and on a read-only mount, there may be none.
-        self._store.put([(said_by, digest)])
-        there = bytearray(len(digest))
-        if not self._store.get([(said_by, there)])[0]:
-            return True
-        if there == digest:
-            self._layouts[said_by] = digest
-        return there == digest
+    def _seen(self, key: ObjectKey | EncodedObjectKey, of: str) -> None:
+        place = (key.model_name, key.kv_rank, key.object_group_id)
+        with self._lock:
+            self._layouts.setdefault(place, {""}).add(of)
+
+    def _name(self, key: ObjectKey, of: str) -> str:
+        """What a value of this layout is stored under."""
+        self._seen(key, of)
+        return name(key) + of
+
+    def _names(self, key: ObjectKey) -> list[str]:
+        """All that the value may be stored under, as far as is known here."""
+        with self._lock:
+            known = sorted(self._layouts.get((key.model_name, key.kv_rank, key.object_group_id), {""}))
+        return [name(key) + of for of in known]
 
     def _run(self) -> None:
         poll = select.poll()
@@ -261,8 +246,6 @@ class Adapter(L2AdapterInterface):
                 self._take(done)
             self._call_listeners(lambda: self._forget(self._store.drain_evicted()))
             if time.monotonic() - looked >= LOOK_S:
-                # Read again, and written again where it was evicted.
-                self._layouts.clear()
                 self._call_listeners(self._look)
                 looked = time.monotonic()
 
@@ -277,23 +260,23 @@ class Adapter(L2AdapterInterface):
 
     def _take(self, done: forebay.Completion) -> None:
         with self._lock:
-            keys = self._tasks.pop(done.id, None)
-        if keys is None:
+            pairs = self._tasks.pop(done.id, None)
+        if pairs is None:
             # A touch, which has no result.
             return
         kind, took = ("store", self._took_store) if done.kind == "put" else ("load", self._took_load)
         if done.error is not None:
             cause = next((one for one in done.causes if one is not None), "")
-            self._quiet.warn(f"{kind} {cause}", "a %s of %d keys: %s", kind, len(keys), done.error)
-        answer = L2StoreResult(done.error is None and all(done.results), sum(done.lengths)) if kind == "store" else bitmap(done.results, len(keys))
+            self._quiet.warn(f"{kind} {cause}", "a %s of %d keys: %s", kind, len(pairs), done.error)
+        answer = L2StoreResult(done.error is None and all(done.results), sum(done.lengths)) if kind == "store" else bitmap(done.results, len(pairs))
         with self._lock:
             self._done[kind][done.id] = answer
-        self._call_listeners(lambda: took(keys, done))
+        self._call_listeners(lambda: took(pairs, done))
         self._wake[kind].notify()
 
-    def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
-        stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
-        told = {forebay.object_digest(name(key)): (key, length) for key, length in stored}
+    def _took_store(self, pairs: list[tuple[ObjectKey, str]], done: forebay.Completion) -> None:
+        stored = [(key, one, length) for (key, one), yes, length in zip(pairs, done.results, done.lengths, strict=False) if yes]
+        told = {forebay.object_digest(one): (key, length) for key, one, length in stored}
         # 0: the value was there already, and the server that stored it counts it. Otherwise a value
         # that this server had stored before has gone since: another server, or this one a moment ago,
         # has evicted or deleted it. LMCache would count both.
@@ -302,20 +285,19 @@ class Adapter(L2AdapterInterface):
             for digest, value in told.items():
                 self._stored.setdefault(digest, value)
         if stored:
-            self._notify_keys_stored([key for key, _ in stored], [length for _, length in stored])
+            self._notify_keys_stored([key for key, _, _ in stored], [length for _, _, length in stored])
 
-    def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
-        if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
+    def _took_load(self, pairs: list[tuple[ObjectKey, str]], done: forebay.Completion) -> None:
+        if loaded := [key for (key, _), yes in zip(pairs, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
-        # Stored by a server with other settings (LMCache's serde, the KV's type): a store of the right
-        # value would leave it as it is.
-        wrong = [name(key) for key, cause in zip(keys, done.causes, strict=False) if cause == "wrong_length"]
+        # Stored by a server with another `serde`: a store of the right value would leave it as it is.
+        wrong = [one for (_, one), cause in zip(pairs, done.causes, strict=False) if cause == "wrong_length"]
         if wrong:
-            self._quiet.warn("wrong length", "%d values have another length than LMCache asks for, and are deleted; give each KV type and serde a `namespace` of its own", len(wrong))
+            self._quiet.warn("wrong length", "%d values have another length than LMCache asks for, and are deleted; give each serde a `namespace` of its own", len(wrong))
             self._store.submit_delete(wrong)
             self._forget([forebay.object_digest(one) for one in wrong])
         # Not all of these: of what lies on a drive that does not answer nothing is found for a while.
-        self._forget_gone([forebay.object_digest(name(key)) for key, yes in zip(keys, done.results, strict=False) if not yes])
+        self._forget_gone([forebay.object_digest(one) for (_, one), yes in zip(pairs, done.results, strict=False) if not yes])
 
     def _look(self) -> None:
         """Notifies LMCache of what other servers have evicted or deleted. A lookup that misses it does not come to a load."""
@@ -343,32 +325,35 @@ def common_dtype(objects: list[MemoryObj]) -> Any:
     return types.pop() if len(types) == 1 else None
 
 
-def layout(shapes: Iterable[Any], dtypes: Iterable[Any]) -> Layout | None:
-    """The length and a digest of what LMCache says of a value's bytes. None for mere bytes, such as those of a `serde`."""
+def layout(shapes: Iterable[Any], dtypes: Iterable[Any]) -> str:
+    """What tells values of these shapes and element types from others of the same key: it follows the key in their names. Nothing for mere
+    bytes, such as those of a `serde`. The slash cannot be part of what a key ends with, a `cache_salt` or a hash."""
     parts = [(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     if all(len(shape) <= 1 for shape, _ in parts):
-        return None
+        return ""
     text = " ".join(f"{dtype}{shape}" for shape, dtype in parts)
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts), hashlib.sha256(text.encode()).digest()
+    return f"/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def layout_of(value: MemoryObj) -> Layout | None:
-    """The layout of a value that LMCache stores."""
+def layout_of(value: MemoryObj) -> str:
+    """The layout of a value that LMCache stores, or of a buffer that is to be filled."""
     metadata = value.metadata
     return layout(metadata.shapes or [metadata.shape], metadata.dtypes or [metadata.dtype])
 
 
 def name(key: ObjectKey) -> str:
-    """What a value is stored under: LMCache's own text for a key, the one that `native_plugin` is given."""
+    """What mere bytes are stored under: LMCache's own text for a key, the one that `native_plugin` is given. A layout may follow."""
     salt = f"@{key.cache_salt}" if key.cache_salt else ""
     return f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}@{key.chunk_hash.hex()}{salt}"
 
 
-def encoded(text: bytes) -> EncodedObjectKey | None:
-    """The key that `name` was given; None for an object that is not LMCache's."""
+def encoded(text: bytes) -> tuple[EncodedObjectKey, str] | None:
+    """The key and the layout that a name was made of; None for an object that is not LMCache's."""
     try:
-        model, rank, group, digest, *salt = text.decode().split("@")
-        return EncodedObjectKey(digest, model, int(rank, 16), int(group, 16), salt[0] if salt else "")
+        *parts, last = text.decode().split("@")
+        last, slash, of = last.partition("/")
+        model, rank, group, digest, *salt = [*parts, last]
+        return EncodedObjectKey(digest, model, int(rank, 16), int(group, 16), salt[0] if salt else ""), slash + of
     except ValueError:
         return None
 
