@@ -199,7 +199,9 @@ fn records_that_were_written_again_after_a_seal_that_failed_count_once() {
     log.turn(Turn::Maintain);
     fails.store(true, Ordering::SeqCst);
     assert!(log.seal(Instant::now() + Duration::from_millis(100)).is_err());
+    assert!(log.flush().is_err());
     log.turn(Turn::Commit);
+    assert!(log.stats().journal_pages > 1, "they are written again");
     let lane = log.volumes[0].own().unwrap();
     let region = lane.region_offset(0);
     drop(lane);
