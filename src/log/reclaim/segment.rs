@@ -33,6 +33,8 @@ const HOT_PERCENT: u8 = 30;
 /// With this many condemned segments a lane reclaims no others: a drive that refuses writes must
 /// not cost chunks that it can still read.
 const MOST_STUCK: usize = 4;
+/// With so many segments that cannot be reclaimed in time the others are left for another round.
+const MOST_LATE: u32 = 4;
 /// Entries looked at for a survey; larger tables are sampled.
 const SURVEY_ENTRIES: u64 = 50_000;
 
@@ -73,7 +75,7 @@ pub(super) fn reclaim_own(volume: &Volume) -> bool {
 }
 
 fn reclaim_first(volume: &Volume, of: impl Fn(&Lane) -> bool) -> bool {
-    let mut refused = HashSet::new();
+    let (mut refused, mut late) = (HashSet::new(), 0);
     while let Some(victim) = choose(volume, &refused, &of) {
         match reclaim(volume, &victim) {
             Ok(true) => return true,
@@ -81,9 +83,9 @@ fn reclaim_first(volume: &Volume, of: impl Fn(&Lane) -> bool) -> bool {
             Err(e) => {
                 tracing::debug!(segment = victim.segment, "not reclaimed");
                 volume.ctx.tell("a segment cannot be reclaimed", &victim.lane.dir, &e);
-                volume.note_bad_read(e.kind());
+                late += u32::from(e.kind() == ErrorKind::TimedOut);
                 // A drive that does not answer may take as long over each of the others.
-                if volume.ctx.is_closed() || is_bad(volume) {
+                if volume.ctx.is_closed() || late == MOST_LATE {
                     return false;
                 }
             }
@@ -314,7 +316,6 @@ fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> R
             Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::TimedOut) && is_bad(volume) => return Err(e),
             Err(e) => {
                 is_late |= e.kind() == ErrorKind::TimedOut;
-                volume.note_bad_read(e.kind());
                 tracing::debug!(error = %e, "a chunk worth keeping was not moved");
                 plan.drop.push(record);
             }
