@@ -344,7 +344,7 @@ impl Log {
                 id: paths::hex(&volume.id),
                 dir: volume.root.display().to_string(),
                 disk_bytes: budget::allocated_below(&volume.root).unwrap_or(0),
-                healthy: volume.is_up() && volume.answers.is_good(),
+                healthy: volume.is_healthy(),
                 draining: volume.is_draining(),
                 wear: volume.wear_stats(),
                 ..DriveStats::default()
@@ -372,7 +372,7 @@ impl Log {
     /// gone.
     #[must_use]
     pub fn drives_down(&self) -> usize {
-        self.volumes.iter().filter(|volume| !(volume.is_up() && volume.answers.is_good())).count()
+        self.volumes.iter().filter(|volume| !volume.is_healthy()).count()
     }
 
     /// Up to `most` of the keys that this process has evicted since the first call, without those

@@ -62,10 +62,10 @@ class Adapter(L2AdapterInterface):
         if l1_memory_desc is not None and l1_memory_desc.stable_registration_size:
             self._register(l1_memory_desc.ptr, l1_memory_desc.stable_registration_size)
         self._lock = threading.Lock()
-        #: Stores and loads under way, by their number: the keys, and what their values are stored under.
+        #: Stores and loads under way, by their number: the keys, and the names of their values.
         self._tasks: dict[int, list[tuple[ObjectKey, str]]] = {}
-        #: Layouts that were stored, looked for, loaded or listed here, by model, rank and object group:
-        #: LMCache gives none with what it unlocks, touches and deletes.
+        #: Layouts that were stored, looked for, loaded or listed here, by model, rank and object
+        #: group: LMCache gives none with what it unlocks, touches and deletes.
         self._layouts: dict[tuple[str, int, int], set[str]] = {}
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}

@@ -169,8 +169,8 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
     assert transfer is not None
     outer = _outer()
     is_fail = outer is None and transfer.kv_load_failure_policy == "fail"
-    # With `auto` whatever the policy says: a worker in the scheduler's process shares its configuration, comes first, and has changed
-    # the policy by then.
+    # With `auto` whatever the policy says: a worker in the scheduler's process shares its
+    # configuration, comes first, and has changed the policy by then.
     if settings.resolved["mode"] == "ro" and (settings.is_auto or is_fail):
         return "mode: ro: a damaged chunk stays, and with kv_load_failure_policy: fail ends every request that needs it; set mode: rw"
     if is_fail:

@@ -495,6 +495,11 @@ impl Volume {
         self.health.is_good() && !self.is_lost()
     }
 
+    /// Whether it takes puts, and its reads come back.
+    pub(super) fn is_healthy(&self) -> bool {
+        self.is_up() && self.answers.is_good()
+    }
+
     /// Whether the memory that it shares with other processes is out of reach, as after its file
     /// system has shut itself down. What they store, remove and lease is not known then: until
     /// the cache is opened anew nothing is served, stored or reclaimed.

@@ -323,7 +323,11 @@ pub(in crate::log) fn flush_evictions(lane: &Lane) {
 /// drive that fails one of them may take as long over each of the others.
 pub(super) fn write_lists(lane: &Lane) {
     let changed = lane.state().map(|state| state.segments.gone_changed()).unwrap_or_default();
-    let _all = changed.into_iter().all(|segment| journal::try_write_gone(lane, segment));
+    for segment in changed {
+        if !journal::try_write_gone(lane, segment) {
+            return;
+        }
+    }
 }
 
 /// Makes the slots of entries unreadable that other processes, or loads, have marked as removed,

@@ -313,7 +313,7 @@ fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> R
             Ok(Some(copy)) => copies.push(copy),
             Ok(None) => plan.drop.push(record),
             Err(e) if e.kind() == ErrorKind::TimedOut && is_late => return Err(e),
-            Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::TimedOut) && is_bad(volume) => return Err(e),
+            Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::TimedOut) && !volume.is_healthy() => return Err(e),
             Err(e) => {
                 is_late |= e.kind() == ErrorKind::TimedOut;
                 tracing::debug!(error = %e, "a chunk worth keeping was not moved");
@@ -322,11 +322,6 @@ fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> R
         }
     }
     Ok(copies)
-}
-
-/// Whether the drive is, or was a moment ago, one that does not answer.
-fn is_bad(volume: &Volume) -> bool {
-    !(volume.is_up() && volume.answers.is_good())
 }
 
 fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
