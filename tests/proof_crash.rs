@@ -180,6 +180,29 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
 }
 
+/// As above, of a log with its threads, which several others use at once over a drive that takes its
+/// time. What this finds a seed need not find again.
+#[test]
+fn crashes_while_threads_work_lose_nothing_flushed_and_bring_nothing_back() {
+    if env("FOREBAY_CRASH_SEED").is_some() {
+        return;
+    }
+    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(2_000);
+    let first = env("FOREBAY_CRASH_FIRST").unwrap_or_else(of_today);
+    let dir = temp();
+    let since = Instant::now();
+    let all = Judge::new(Effort::default(), dir.path());
+    let mut seed = first;
+    while all.images.load(Ordering::Relaxed) < images {
+        let judge = Judge::new(Effort::default(), dir.path());
+        crash_world::threads::run(seed, &judge, dir.path());
+        all.add(&judge);
+        seed += 1;
+    }
+    report(&all, since, (first, seed - 1));
+    assert!(all.served.load(Ordering::Relaxed) > images, "the images hold next to nothing");
+}
+
 /// A workload of which reclaim writes again a part of every segment: a few keys in each are used
 /// until long after.
 fn move_chunks(world: &World, process: &Process, rng: &mut Rng) -> u64 {
@@ -219,6 +242,7 @@ fn crashes_while_chunks_are_moved_lose_nothing_flushed() {
         policy: forebay::index::Reclaim::Lru,
         reclaim_write_budget: 0.5,
         writers: 1,
+        threads: 0,
         faults: Faults::default(),
         space: u64::MAX,
         holes: true,

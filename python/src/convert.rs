@@ -63,7 +63,7 @@ fn json_map(config: &Bound<'_, PyAny>) -> PyResult<Map<String, Value>> {
     arguments.set_item("default", py.import("os")?.getattr("fspath")?)?;
     let bad = |what: String| {
         let e = Error::new(ErrorKind::Config, format!("the config {what}"));
-        to_py(&e.advice("give a dict of settings; the page Configuration of Forebay's documentation lists them"))
+        to_py(&e.advice("give a dict of settings; docs/configuration.md lists them"))
     };
     let text: String = py
         .import("json")?

@@ -152,7 +152,7 @@ impl Flatten<'_> {
     fn unknown(&mut self, written: &str, ours: Option<&str>, origin: &Origin) -> Result<()> {
         let advice = match suggestion(ours.unwrap_or(written)) {
             Some(near) => format!("did you mean {near}?"),
-            None => "the page Configuration of Forebay's documentation lists every setting".into(),
+            None => "docs/configuration.md lists every setting".into(),
         };
         if self.strict || ours.is_some() {
             return Err(Error::new(ErrorKind::Config, format!("unknown setting {written} {origin}")).advice(advice));

@@ -343,7 +343,7 @@ fn settings_of(given: &Layer) -> Result<Settings> {
             let text = e.to_string();
             let (reason, advice) = text.split_once("; ").unwrap_or((&text, ""));
             let error = Error::new(ErrorKind::Config, format!("{} ({}): {reason}", given.written, given.origin));
-            let fallback = || format!("the page Configuration of Forebay's documentation says what {key} may be");
+            let fallback = || format!("docs/configuration.md says what {key} may be");
             error.advice(if advice.is_empty() { fallback() } else { advice.to_owned() })
         })?;
         all.insert((*key).to_owned(), given.value.clone());

@@ -202,7 +202,7 @@ fn memory(s: &Settings) -> Checked {
             bytes >= MIB,
             key,
             format!("{bytes} bytes hold no extent"),
-            "use at least 1MiB, better two extents for every drive's max_concurrent_ops; 256MiB suits most models",
+            "use at least 1MiB; the default (64MiB, gpu_staging 256MiB) suits most models",
         )?;
     }
     ensure(

@@ -83,7 +83,7 @@ metric_table! {
     CODEC_MISFITS = Counter "forebay_codec_misfits_total" [] "Chunks whose KV did not fit the codec, and that were begun again without it.";
     EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks evicted.";
     QUOTA_EVICTED = Counter "forebay_quota_evicted_chunks_total" [] "Of those, chunks that went because their tenant was at its quota.";
-    RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments given up to be used again.";
+    RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments reclaimed.";
     SEALED = Counter "forebay_sealed_segments_total" [] "Segments sealed.";
     RETIRED = Counter "forebay_retired_segments_total" [] "Segments taken out of use after a write error.";
     REMOVED = Counter "forebay_removed_chunks_total" [] "Chunks removed by command.";

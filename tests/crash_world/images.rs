@@ -299,6 +299,19 @@ impl World {
         }
     }
 
+    /// What image `n` of a state loses.
+    pub fn loss(&self, n: u64, rng: &mut Rng) -> Loss {
+        match (n, rng.below(6)) {
+            (0, 0) => Loss::All,
+            (1, 0) => Loss::Nothing,
+            (_, 0) => Loss::Tail,
+            (_, 1) => Loss::Some,
+            (_, 2) => Loss::AllBut(["index.kv", "data.kv", "FLOORS"][rng.below(3) as usize]),
+            _ if self.config.seed >= FLUSHES_FAIL_FROM && rng.one_in(2) => Loss::Cut,
+            _ => Loss::Torn,
+        }
+    }
+
     /// Judges images of the disk as it is.
     pub fn crash_here(&self, boundary: u64, rng: &mut Rng) {
         let current = self.disk.current();
@@ -313,15 +326,7 @@ impl World {
         let apart: &[&str] = if self.judge.effort.apart { &["index.kv", "data.kv"] } else { &[] };
         let losses = (0..images).map(|n| (n, None)).chain(apart.iter().map(|name| (0, Some(Loss::AllBut(name)))));
         for (n, loss) in losses {
-            let loss = loss.unwrap_or_else(|| match (n, rng.below(6)) {
-                (0, 0) => Loss::All,
-                (1, 0) => Loss::Nothing,
-                (_, 0) => Loss::Tail,
-                (_, 1) => Loss::Some,
-                (_, 2) => Loss::AllBut(["index.kv", "data.kv", "FLOORS"][rng.below(3) as usize]),
-                _ if self.config.seed >= FLUSHES_FAIL_FROM && rng.one_in(2) => Loss::Cut,
-                _ => Loss::Torn,
-            });
+            let loss = loss.unwrap_or_else(|| self.loss(n, rng));
             let mut image = Rng(rng.next());
             let story = format!("{} > state {boundary}, {loss:?}", self.story);
             let mut model = self.model.lock().clone();

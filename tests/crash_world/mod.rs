@@ -4,6 +4,7 @@
 //! `disk.rs` knows what was flushed, `queue.rs` moves bytes and fails, `model.rs` says what may be
 //! served, `world.rs` runs processes over one disk, `steps.rs`, `puts.rs` and `loads.rs` what they
 //! do, `images.rs` judges what a crash leaves, `rebuilt.rs` what `fsck rebuild` makes of it.
+//! `threads.rs` lets the log have its threads, and several more use it at once.
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses a part, and none of it is a library")]
 
 pub mod disk;
@@ -16,6 +17,7 @@ pub mod rebuilt;
 #[path = "../proof_world/rng.rs"]
 pub mod rng;
 pub mod steps;
+pub mod threads;
 pub mod world;
 
 use std::sync::Arc;
@@ -44,6 +46,9 @@ pub struct Config {
     pub reclaim_write_budget: f64,
     /// Processes that may write at once.
     pub writers: usize,
+    /// Threads that use the log at once; then it has its own too, and real time. 0 for none: a
+    /// seed decides the order of everything.
+    pub threads: u64,
     pub steps: u64,
     pub faults: Faults,
     /// Bytes of the whole disk.
@@ -120,6 +125,7 @@ impl Config {
             policy: [Reclaim::Prefix, Reclaim::Prefix, Reclaim::Lru, Reclaim::Fifo][rng.below(4) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,
+            threads: 0,
             steps: 60 + rng.below(120),
             faults: if rng.one_in(3) {
                 Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4, flush: 0 }

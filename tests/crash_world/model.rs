@@ -145,10 +145,18 @@ impl Model {
         !put.going
     }
 
-    /// What `owner` has stored is durable.
-    pub fn flushed(&mut self, owner: u64) {
+    /// Puts that a flush by `owner` which begins now makes durable.
+    pub fn stored(&self, owner: u64) -> Vec<u64> {
+        let stored = self.puts.values().filter(|p| p.owner == owner && p.state == State::Stored);
+        stored.map(|p| p.id).collect()
+    }
+
+    /// What `owner` has stored is durable; with `only`, of that these puts.
+    pub fn flushed(&mut self, owner: u64, only: Option<&[u64]>) {
         for put in self.puts.values_mut().filter(|p| p.owner == owner && p.state == State::Stored) {
-            put.state = State::Flushed;
+            if only.is_none_or(|only| only.contains(&put.id)) {
+                put.state = State::Flushed;
+            }
         }
     }
 
@@ -195,6 +203,11 @@ impl Model {
     /// The put of a key that the log numbers so.
     pub fn of_sequence(&mut self, key: u64, sequence: u64) -> Option<&mut Put> {
         self.puts.values_mut().find(|p| p.key == key && p.sequence == sequence)
+    }
+
+    /// The puts of a key that are gone.
+    pub fn gone(&self, key: u64) -> Vec<u64> {
+        self.puts.values().filter(|p| p.key == key && p.gone).map(|p| p.id).collect()
     }
 
     /// Why put `id` of `key` may not be found any more, if it may not.

@@ -15,6 +15,8 @@ use super::world::{Process, World};
 use super::{CHUNK_TOKENS, Config, key, value};
 
 const SOON: Duration = Duration::from_secs(5);
+/// How long a put waits for room where threads make some.
+const A_WHILE: Duration = Duration::from_millis(20);
 
 /// A put that is on its way, with its number and the bytes of its extents.
 pub struct Begun {
@@ -87,7 +89,7 @@ impl World {
         let (before, amid, patient) = (self.disk.operations(), self.amid.load(Ordering::Relaxed), rng.one_in(2));
         let there = self.is_there(process, k);
         let outcome = self.run(process, |log| match patient {
-            true => log.begin_put_within(spec, SOON),
+            true => log.begin_put_within(spec, if self.config.threads == 0 { SOON } else { A_WHILE }),
             false => log.begin_put(spec),
         });
         let stores = match &outcome {
@@ -99,8 +101,8 @@ impl World {
             }
         };
         self.tell(|| format!("  put {id} of {k}, there {there}, stores {stores}"));
-        // What another process did meanwhile may have changed that.
-        if amid == self.amid.load(Ordering::Relaxed) {
+        // What another process or thread did meanwhile may have changed that.
+        if self.config.threads == 0 && amid == self.amid.load(Ordering::Relaxed) {
             match (stores, there) {
                 (true, true) => self.fail_at(k, "it is stored although it is there"),
                 (false, false) if !self.is_under_way(process, k) => self.fail_at(k, "it is not stored, and not there"),

@@ -56,10 +56,10 @@ impl SimQueue {
         })
     }
 
-    pub fn drive(read: &Arc<Self>, write: &Arc<Self>) -> Drive {
+    pub fn drive(read: Arc<dyn Queue>, write: Arc<dyn Queue>) -> Drive {
         let report =
             PathReport { active: IoPath::Threads, device: None, reasons: Vec::new(), notes: Default::default() };
-        Drive { read: Arc::clone(read) as _, write: Arc::clone(write) as _, report }
+        Drive { read, write, report }
     }
 
     /// Sets how often requests go wrong; what it was before.
@@ -212,7 +212,7 @@ fn transfer(request: &mut Request, half: bool) -> Result<()> {
     }
 }
 
-fn answer(request: Request, result: Result<()>) {
+pub(super) fn answer(request: Request, result: Result<()>) {
     let now = Instant::now();
     (request.done)(Completion { result, buf: request.buf, submitted: now, finished: now });
 }

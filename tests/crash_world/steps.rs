@@ -126,7 +126,7 @@ impl World {
     /// A floor of everything or of a tenant, by the process or from outside.
     fn floor(&self, process: &Process, k: u64, rng: &mut Rng) {
         let tenant = Some(self.config.tenant(k)).filter(|tenant| *tenant != 0 && !rng.one_in(4));
-        let by_itself = rng.one_in(2);
+        let by_itself = rng.one_in(2) || self.config.threads > 0;
         if tenant.is_none() && rng.one_in(2) {
             return;
         }
@@ -153,8 +153,9 @@ impl World {
 
     pub fn flush(&self, process: &Process) {
         self.drain(process);
+        let stored = self.model.lock().stored(process.number);
         let flushed = self.run(process, Log::flush).is_ok();
-        self.note_flushed(process, flushed);
+        self.note_flushed(process, flushed, &stored);
     }
 
     fn seal(&self, process: &Process) {
@@ -162,13 +163,15 @@ impl World {
             return;
         }
         self.drain(process);
+        let stored = self.model.lock().stored(process.number);
         let sealed = self.run(process, |log| log.seal(Instant::now())).is_ok();
-        self.note_flushed(process, sealed);
+        self.note_flushed(process, sealed, &stored);
     }
 
-    fn note_flushed(&self, process: &Process, flushed: bool) {
+    fn note_flushed(&self, process: &Process, flushed: bool, stored: &[u64]) {
         if flushed && !self.disk.is_dead(process.number) {
-            self.model.lock().flushed(process.number);
+            let only = (self.config.threads > 0).then_some(stored);
+            self.model.lock().flushed(process.number, only);
         }
     }
 
@@ -176,7 +179,9 @@ impl World {
         if turn == Turn::Scan {
             self.tell(|| format!("process {} scans, sees {} lanes", process.number, process.log.stats().lanes));
         }
-        self.run(process, |log| log.turn(turn));
+        if self.config.threads == 0 {
+            self.run(process, |log| log.turn(turn));
+        }
         self.note_ends(process);
     }
 }

@@ -16,6 +16,7 @@ use super::loads::Loaded;
 use super::model::Model;
 use super::puts::Begun;
 use super::queue::SimQueue;
+use super::threads::Spread;
 use super::{Config, SimClock};
 
 /// Set by the first failure, so that nothing is judged while its panic unwinds.
@@ -109,7 +110,12 @@ impl World {
 
     fn options(&self, read: &Arc<SimQueue>, write: &Arc<SimQueue>) -> LogOptions {
         let c = &self.config;
-        let drive = SimQueue::drive(read, write);
+        // Of an image one thread asks what is in it.
+        let has_threads = c.threads > 0 && self.depth == 0;
+        let drive = match has_threads {
+            true => SimQueue::drive(Spread::over(read, c.seed), Spread::over(write, c.seed + 1)),
+            false => SimQueue::drive(Arc::clone(read) as _, Arc::clone(write) as _),
+        };
         // Segments, their regions, the rings, the shared files, and once the room that is kept for
         // a larger table.
         let per_lane = u64::from(c.ring_pages) * 4096 + (390 << 10);
@@ -124,7 +130,8 @@ impl World {
             drive_factory: Some(Arc::new(move |_, _, _| Ok(drive.clone()))),
             clock: Arc::clone(&self.clock) as _,
             ring_pages: Some(c.ring_pages),
-            foreground: true,
+            foreground: !has_threads,
+            scan_interval: Duration::from_millis(100),
             ..LogOptions::new(&self.dir, c.geometry())
         }
     }
@@ -182,7 +189,7 @@ impl World {
         let there = self.present();
         let closed = process.log.close(Instant::now() + Duration::from_secs(5));
         if closed.is_ok() && !self.disk.is_dead(process.number) {
-            self.model.lock().flushed(process.number);
+            self.model.lock().flushed(process.number, None);
         }
         // Whoever opens it next has to find what there was.
         let must = self.must_of(there);

@@ -42,7 +42,7 @@ const AFTER_HELP: &str = "\
 A server's stores of the last moments may be missing. Ages are those of the oldest and newest chunk that is served.
 
 Space is taken in whole segments before it is filled: `reserved` is what of them holds no chunk yet, and counts against the capacity \
-(docs/configuration.md, Capacity). What is in a server's memory tier, its metrics tell. Exit status 3: a lane cannot be read, or the cache does not open.
+(docs/configuration.md, Capacity, and what a small cache takes). What is in a server's memory tier, its metrics tell. Exit status 3: a lane cannot be read, or the cache does not open.
 
 Examples:
   forebay stat /mnt/nvme/forebay
@@ -183,7 +183,7 @@ fn show(drive: &Value) -> Result<()> {
     }
     head += &format!("; file system {} free of {}", size(&drive["free_bytes"]), size(&drive["file_system_bytes"]));
     if !drive["min_free_bytes"].is_null() {
-        head += &format!(", {} above the floor", size(&drive["free_above_floor_bytes"]));
+        head += &format!(", {} above min_free", size(&drive["free_above_floor_bytes"]));
     }
     out::print(&format!("{head}; format version {VERSION}\n"))?;
     if let (Some(what), Some(remedy)) =

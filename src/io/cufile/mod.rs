@@ -156,7 +156,7 @@ fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
     let nvidia_fs = Path::new("/proc/driver/nvidia-fs/version").exists();
     let gds = if nvidia_fs {
         "cuFile did not send the bytes through nvidia-fs, which is loaded: the file system, RAID or the drive's place on the PCIe \
-         bus may forbid it; see dmesg and the page GPUDirect Storage of Forebay's documentation"
+         bus may forbid it; see dmesg and docs/gds-setup.md"
             .to_owned()
     } else {
         CufileReason::plain(CufileCause::NoNvidiaFs).to_string()

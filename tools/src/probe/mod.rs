@@ -139,7 +139,10 @@ pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
         return trial::run(dir, args.gpu);
     }
     let path = &args.directory;
-    std::fs::metadata(path).map_err(|e| Error::io("cannot probe the directory", e).at(path))?;
+    std::fs::metadata(path).map_err(|e| {
+        let advice = "name its parent while it is not there yet, or mount the drive";
+        Error::io("cannot probe the directory", e).at(path).advice(advice)
+    })?;
     let report = report(args, path, context);
     if context.json {
         out::print_json(&report)?;

@@ -321,9 +321,9 @@ fn check(args: &ReplayArgs, run: Run) -> Result<()> {
     if args.memory_tokens > 0 && !simulated && !real || offer == chunks::Offer::Evicted && !simulated {
         return Err(Error::new(
             ErrorKind::InvalidInput,
-            "a memory above it has one real log by itself, or a simulated cache, and only the latter has --offer evicted",
+            "--memory-tokens does not work with --ranks, --behind or --restart-every, and --offer evicted not with --engine real",
         )
-        .advice("leave --ranks, --behind and --restart-every out, or --memory-tokens and --offer evicted"));
+        .advice("leave out one of these"));
     }
     if run.remote > 0 && !simulated {
         return Err(Error::new(ErrorKind::InvalidInput, "a remote store is only simulated")
@@ -335,12 +335,15 @@ fn check(args: &ReplayArgs, run: Run) -> Result<()> {
     }
     let one = ranks == 1 && args.behind == 0;
     if args.restart_every.is_some() && !(one && args.engine == ReplayEngine::Real) {
-        return Err(Error::new(ErrorKind::InvalidInput, "only one real log by itself is closed and opened anew")
-            .advice("use --engine real with --restart-every, without --ranks and --behind"));
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            "--restart-every works with --engine real, and without --ranks and --behind",
+        )
+        .advice("leave out --restart-every, or what it does not work with"));
     }
     if simulated && !one {
-        return Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
-            .advice("use --engine real with --ranks and --behind"));
+        return Err(Error::new(ErrorKind::InvalidInput, "--ranks and --behind need --engine real")
+            .advice("add --engine real, or leave them out"));
     }
     Ok(())
 }

@@ -96,16 +96,17 @@ pub(crate) fn parse_trace(mut reader: impl BufRead, path: &Path) -> Result<Vec<R
         requests.push(request);
     }
     if requests.is_empty() {
-        return Err(Error::new(ErrorKind::InvalidInput, "the trace holds no request").at(path));
+        return Err(Error::new(ErrorKind::InvalidInput, "the trace holds no request").at(path).advice(A_LINE));
     }
     Ok(requests)
 }
 
 fn bad_line(path: &Path, number: usize, why: &str) -> Error {
-    Error::new(ErrorKind::InvalidInput, format!("trace line {number}: {why}")).at(path).advice(
-        "each line is {\"timestamp\": ms, \"input_length\": tokens, \"output_length\": tokens, \"hash_ids\": [one per 512 tokens]}",
-    )
+    Error::new(ErrorKind::InvalidInput, format!("trace line {number}: {why}")).at(path).advice(A_LINE)
 }
+
+/// What a trace is made of.
+const A_LINE: &str = "each line is {\"timestamp\": ms, \"input_length\": tokens, \"output_length\": tokens, \"hash_ids\": [one per 512 tokens]}";
 
 #[cfg(test)]
 mod tests {

@@ -149,7 +149,9 @@ fn store_one(session: &Session, kv: &Kv, n: u64, time: Duration) -> Result<(u64,
     }
     let done = store.wait();
     if let Some((cause, chunks)) = done.sheds.first() {
-        return Err(Error::new(ErrorKind::Io, format!("{chunks} chunks were not stored: {}", cause.as_str())));
+        return Err(Error::new(ErrorKind::Io, format!("{chunks} chunks were not stored: {}", cause.as_str())).advice(
+            "docs/metrics.md says what the cause means; for no_space give a larger --capacity, or another drive",
+        ));
     }
     Ok((done.bytes, asked.elapsed()))
 }

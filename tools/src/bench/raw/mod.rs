@@ -111,7 +111,8 @@ fn open(job: &Job, index: usize) -> Result<DirectFile> {
             ErrorKind::InvalidInput,
             format!("job {:?}: bs {} is not a multiple of the {need} bytes that O_DIRECT needs here", job.name, job.bs),
         )
-        .at(file.path()));
+        .at(file.path())
+        .advice(format!("use a multiple of {need}, or --direct=0")));
     }
     Ok(file)
 }

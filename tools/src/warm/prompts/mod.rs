@@ -207,7 +207,9 @@ fn read(args: &PromptsArgs) -> Result<Vec<Prompt>> {
         source::read_prompts(&args.file)?
     };
     if prompts.is_empty() {
-        return Err(Error::new(ErrorKind::InvalidInput, "no prompt in the file").at(&args.file));
+        return Err(Error::new(ErrorKind::InvalidInput, "no prompt in the file")
+            .at(&args.file)
+            .advice("write a JSON object in each line, with `prompt`, `text`, `prompt_token_ids` or `messages`"));
     }
     Ok(prompts)
 }

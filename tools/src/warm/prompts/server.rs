@@ -101,13 +101,12 @@ impl Server {
                 ErrorKind::Io,
                 format!("{}/v1/models is not an OpenAI-compatible server's answer: {e}", self.base),
             )
+            .advice("check the address in --server")
         })?;
-        models
-            .data
-            .into_iter()
-            .next()
-            .map(|m| m.id)
-            .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("the server at {} serves no model", self.base)))
+        models.data.into_iter().next().map(|m| m.id).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("the server at {} serves no model", self.base))
+                .advice("name it with --model")
+        })
     }
 
     /// Whether it answers at all, if only that it wants a key.
