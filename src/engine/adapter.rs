@@ -135,7 +135,7 @@ pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote
             Begun::Open(Arc::new(LogSink { log, slot: SlotWriter::new(put), layout, drive, id, remote }))
         }
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
-        Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec, remote),
+        Ok(PutOutcome::NoRoom(spec) | PutOutcome::Leaving(spec)) => again(ShedCause::NoSpace, log, spec, remote),
         // The tenant's oldest chunks are being evicted, so there may be room soon.
         Ok(PutOutcome::NotAdmitted(Refusal::Quota, spec)) => again(ShedCause::Quota, log, spec, remote),
         Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => Begun::Shed(ShedCause::Budget),

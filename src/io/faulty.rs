@@ -79,6 +79,7 @@ impl Faulty {
     /// Lets go of the buffers that hang.
     pub fn release(&self) {
         let held = std::mem::take(&mut *self.held.lock());
+        held.iter().for_each(|_| self.stats().release());
         drop(held);
     }
 
@@ -196,7 +197,12 @@ impl Queue for Faulty {
             }
             Fault::Fail => (Err(injected(ErrorKind::Io)), None),
             Fault::NoSpace => (Err(injected(ErrorKind::NoSpace)), None),
-            Fault::Hang => (Err(injected(ErrorKind::TimedOut)), Some(Arc::clone(&self.held))),
+            Fault::Hang => {
+                if request.buf.is_some() {
+                    self.stats().quarantine();
+                }
+                (Err(injected(ErrorKind::TimedOut)), Some(Arc::clone(&self.held)))
+            }
             Fault::Ignore => (Ok(()), None),
         };
         Self::answer(request, result, keep);

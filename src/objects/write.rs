@@ -82,6 +82,11 @@ fn begin(mut put: Begin, spec: Box<PutSpec>) {
             put.waiting.get_or_insert_with(|| core.work.without_room(put.drive));
             core.work.later(PAUSE, Box::new(move || begin(put, spec)));
         }
+        // The drive has room for others.
+        Ok(PutOutcome::Leaving(spec)) if Instant::now() < put.deadline => {
+            core.work.later(PAUSE, Box::new(move || begin(put, spec)));
+        }
+        Ok(PutOutcome::Leaving(_)) => put.then(Err(ObjectCause::TimedOut)),
         Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => put.then(Err(ObjectCause::Budget)),
         Ok(not) => {
             core.work.set_starved(put.drive, true);

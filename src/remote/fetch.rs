@@ -291,10 +291,12 @@ pub(super) async fn bring(
             Ok(PutOutcome::AlreadyThere) => tokio::time::sleep(TRY_AGAIN).await,
             Ok(PutOutcome::NotAdmitted(Refusal::Quota, _)) if !to.evicts => return Err(RemoteCause::Quota),
             // Room is being made.
-            Ok(not @ (PutOutcome::NoRoom(_) | PutOutcome::NotAdmitted(Refusal::Quota, _))) => {
+            Ok(
+                not @ (PutOutcome::NoRoom(_) | PutOutcome::Leaving(_) | PutOutcome::NotAdmitted(Refusal::Quota, _)),
+            ) => {
                 let (patience, cause) = match not {
-                    PutOutcome::NoRoom(_) => (ROOM_PATIENCE, RemoteCause::NoSpace),
-                    _ => (QUOTA_PATIENCE, RemoteCause::Quota),
+                    PutOutcome::NotAdmitted(..) => (QUOTA_PATIENCE, RemoteCause::Quota),
+                    _ => (ROOM_PATIENCE, RemoteCause::NoSpace),
                 };
                 if full_since.get_or_insert_with(Instant::now).elapsed() >= patience {
                     return Err(cause);

@@ -132,19 +132,22 @@ impl World {
         Some(Begun { put, id, extents })
     }
 
-    /// Writes extents; whether that went well. A request may wait in the queue.
+    /// Writes extents; whether that went well. A request may wait in the queue, but for a log with
+    /// threads.
     fn write_extents(&self, process: &Process, begun: &Begun, count: usize) -> bool {
         let put = &begun.put;
         let hold = put.hold();
         let good = Arc::new(AtomicBool::new(true));
+        let (tx, rx) = crossbeam_channel::unbounded();
         for (bytes, e) in begun.extents.iter().zip(put.layout().extents.iter()).take(count) {
             let mut buf = AlignedBuf::zeroed(e.padded_len as usize).unwrap();
             buf[..bytes.len()].copy_from_slice(bytes);
-            let told = Arc::clone(&good);
+            let (told, ends) = (Arc::clone(&good), tx.clone());
             let done = move |c: io::Completion| {
                 if c.result.is_err() {
                     told.store(false, Ordering::Relaxed);
                 }
+                drop(ends);
             };
             let buf = hold.on(Buf::new(buf));
             let request = Request::write(Arc::clone(put.file()), put.slot_offset() + e.offset, buf, done);
@@ -152,6 +155,10 @@ impl World {
             if submitted.is_err() {
                 return false;
             }
+        }
+        drop::<crossbeam_channel::Sender<()>>(tx);
+        if self.config.threads > 0 {
+            drop(rx.recv());
         }
         good.load(Ordering::Relaxed)
     }

@@ -19,7 +19,7 @@ use super::images::{Judge, judge};
 use super::model::{Model, State};
 use super::queue::{SimQueue, answer};
 use super::rng::Rng;
-use super::world::{FAILED, Process, Start, World};
+use super::world::{FAILED, Start, World};
 
 /// Threads of a queue.
 const SERVERS: u64 = 2;
@@ -131,12 +131,14 @@ impl World {
         let before = Known::of(self);
         let files = self.disk.files();
         let after = Known::of(self);
-        let now_s = self.now_s();
+        // Others move the clock too.
+        let now_ms = self.clock.ms();
         let mut model = after.model.clone();
         for put in model.puts.values_mut() {
             put.gone &= before.model.puts.get(&put.id).is_some_and(|p| p.gone);
         }
-        let lasts = |id: &u64| model.puts.get(id).is_some_and(|p| p.expiry_s == 0 || u64::from(p.expiry_s) > now_s);
+        let lasts =
+            |id: &u64| model.puts.get(id).is_some_and(|p| p.expiry_s == 0 || u64::from(p.expiry_s) > now_ms / 1000);
         let must = before.there.iter().filter(|id| before.must_have(**id) && after.must_have(**id) && lasts(id));
         model.must = must.map(|id| model.puts[id].key).collect();
         model.ended(None);
@@ -145,7 +147,7 @@ impl World {
             let loss = self.loss(n, rng);
             let mut image = Rng(rng.next());
             let story = format!("{} > operation {}, {loss:?}", self.story, self.disk.operations());
-            let (now_ms, depth) = (self.clock.ms(), self.depth + 1);
+            let depth = self.depth + 1;
             let start =
                 Start { files: files.after_crash(loss, &mut image), model: model.clone(), now_ms, story, depth };
             judge(&config, &self.judge, start, &mut image);
@@ -161,8 +163,8 @@ pub fn run(seed: u64, judge: &Arc<Judge>, dir: &Path) {
     std::fs::create_dir_all(&root).unwrap();
     let world = World::new(&config, &root, judge, Start::new(format!("{} threads", config.threads)));
     let process = world.open().unwrap();
-    let cutter = Cutter { world: Arc::downgrade(&world), rng: Mutex::new(Rng::of(seed, 1000)) };
-    world.disk.observe(Some(Arc::new(cutter)));
+    let cutter = Arc::new(Cutter { world: Arc::downgrade(&world), rng: Mutex::new(Rng::of(seed, 1000)) });
+    world.disk.observe(Some(Arc::clone(&cutter) as _));
     let working = AtomicU64::new(config.threads);
     std::thread::scope(|scope| {
         for n in 0..config.threads {
@@ -175,16 +177,16 @@ pub fn run(seed: u64, judge: &Arc<Judge>, dir: &Path) {
                 working.fetch_sub(1, Ordering::Relaxed);
             });
         }
+        // What hangs, waits in a queue, or was begun and left comes to its end some time.
+        let mut rng = Rng::of(seed, 99);
         while working.load(Ordering::Relaxed) > 0 {
-            end_what_waits(&process);
+            std::thread::sleep(Duration::from_millis(2));
+            while process.write.run_one(rng.next()) {}
+            world.go_on(&process, &mut rng);
         }
     });
+    world.disk.observe(None);
+    // A crash that is being judged has the world.
+    drop(cutter.rng.lock());
     world.end();
-}
-
-/// What hangs, or waits in a queue, comes to its end some time.
-fn end_what_waits(process: &Process) {
-    std::thread::sleep(Duration::from_millis(2));
-    process.write.end_late();
-    while process.write.run_one(0) {}
 }

@@ -84,6 +84,12 @@ impl Lane {
         self.data.punch_hole(offset, bytes)
     }
 
+    /// Whether a transfer has timed out that the drive has not ended yet: a hole would wait for it
+    /// in the kernel.
+    pub(in crate::log) fn io_hangs(&self) -> bool {
+        [&self.io.read, &self.io.write].iter().any(|queue| queue.stats().counts().quarantined > 0)
+    }
+
     /// Makes slots of a segment, sorted by place, unreadable; how many bytes were given back to the
     /// file system.
     ///
@@ -98,7 +104,7 @@ impl Lane {
                 freed += u64::from(pages) * PAGE_BYTES as u64;
                 continue;
             }
-            run.iter().try_for_each(|slot| self.blank(segment, slot))?;
+            self.blank_all(segment, run)?;
         }
         Ok(freed)
     }
@@ -165,6 +171,14 @@ impl Lane {
             tracing::warn!(lane = %dir, error = %e, "no space is given back for a minute");
         }
         false
+    }
+
+    /// As [`erase`](Self::erase), with zeros over the headers: nothing is given back.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub(in crate::log) fn blank_all(&self, segment: u32, slots: &[SlotRange]) -> Result<u64> {
+        slots.iter().try_for_each(|slot| self.blank(segment, slot)).map(|()| 0)
     }
 
     /// Writes zeros over a slot's header, and waits for it.

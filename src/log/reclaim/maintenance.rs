@@ -30,10 +30,7 @@ pub(in crate::log) fn helpers() -> Helpers {
 pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     let own = volume.own();
     own.iter().for_each(|lane| policy::load(lane, &volume.policy));
-    // The first stores find a segment ready, also where the drive is slow to give one.
-    if let Some(Ok(mut state)) = own.as_ref().map(|lane| lane.state()) {
-        state.segments.want();
-    }
+    space::add_first(volume);
     let mut maintenance = Maintenance::default();
     let mut last_scan = Instant::now();
     let mut kept = Instant::now();

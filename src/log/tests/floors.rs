@@ -257,7 +257,7 @@ fn what_is_stored_again_for_a_removed_tenant_leaves_no_older_slot_behind() {
     store_for(&log, 9, 0);
     let place = SlotPlace::of(&log, 1);
     log.remove_tenant(ACME).unwrap();
-    assert!(matches!(log.begin_put(of(1, ACME)).unwrap(), PutOutcome::NoRoom(_)), "its old slot is still there");
+    assert!(matches!(log.begin_put(of(1, ACME)).unwrap(), PutOutcome::Leaving(_)), "its old slot is still there");
     assert!(matches!(log.begin_put(of(2, ACME)).unwrap(), PutOutcome::Started(_)), "another key need not wait");
     assert!(place.is_readable());
     log.turn(Turn::Maintain);

@@ -211,6 +211,39 @@ fn a_hole_that_hangs_keeps_neither_a_removal_nor_a_close_from_ending() {
     until_adopted(&other);
 }
 
+/// A hole would wait for the read, in the kernel: a removal writes zeros over the header.
+#[test]
+fn where_a_read_hangs_no_hole_is_punched() {
+    use std::os::unix::fs::MetadataExt as _;
+    let dir = temp();
+    let hangs = Arc::new(AtomicBool::new(false));
+    let queue: Arc<Mutex<Option<Arc<Faulty>>>> = Arc::default();
+    let (for_factory, made) = (Arc::clone(&hangs), Arc::clone(&queue));
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let hangs = Arc::clone(&for_factory);
+        let plan = move |_: u64, r: &Request| (r.op == Op::Read && hangs.load(Ordering::SeqCst)).then_some(Fault::Hang);
+        let faulty = Arc::new(Faulty::new(drive.read, plan));
+        *made.lock() = Some(Arc::clone(&faulty));
+        drive.read = faulty;
+        Ok(drive)
+    };
+    let log = Log::open(LogOptions { drive_factory: Some(Arc::new(factory)), ..options(dir.path()) }).unwrap();
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    let places: Vec<_> = (0..3).map(|n| SlotPlace::of(&log, n)).collect();
+    let taken = || std::fs::metadata(lane_file(dir.path(), "data.kv")).unwrap().blocks();
+    let before = taken();
+    hangs.store(true, Ordering::SeqCst);
+    assert_eq!(load(&log, 0).unwrap_err().kind(), ErrorKind::TimedOut);
+    hangs.store(false, Ordering::SeqCst);
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
+    assert!(!places[1].is_readable() && taken() == before);
+    queue.lock().take().unwrap().release();
+    assert_eq!(log.remove(&[key(2)]).unwrap(), [true]);
+    assert!(!places[2].is_readable() && taken() < before);
+}
+
 #[test]
 fn a_thread_that_a_drive_keeps_from_ending_keeps_the_lane() {
     let dir = temp();

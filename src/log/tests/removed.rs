@@ -115,7 +115,7 @@ fn a_removal_makes_the_header_unreadable_in_the_lane_of_another_process_at_once(
     assert!(!place.is_readable() && !has(&holder, 1) && has(&holder, 2));
     assert_eq!(mark_of(&holder, 1), Some(Some(Mark::Removed)));
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
-    assert!(matches!(holder.begin_put(spec(1)).unwrap(), PutOutcome::NoRoom(_)), "its old slot is not given back yet");
+    assert!(matches!(holder.begin_put(spec(1)).unwrap(), PutOutcome::Leaving(_)), "its old slot is not given back yet");
     holder.turn(Turn::Maintain);
     assert_eq!(mark_of(&holder, 1), None, "it has seen it");
     log.abandon();
@@ -205,7 +205,7 @@ fn what_was_found_bad_can_be_stored_anew_when_its_slot_is_unreadable() {
     let place = SlotPlace::of(&log, 1);
     log.report_bad(&log.locate(&key(1), PIN).unwrap(), Bad::Corrupt);
     assert!(!has(&log, 1));
-    assert!(matches!(log.begin_put(spec(1)).unwrap(), PutOutcome::NoRoom(_)), "not while the old slot can be read");
+    assert!(matches!(log.begin_put(spec(1)).unwrap(), PutOutcome::Leaving(_)), "not while the old slot can be read");
     assert!(place.is_readable());
     log.turn(Turn::Maintain);
     assert!(!place.is_readable());

@@ -72,7 +72,7 @@ pub(super) fn spec(n: u64) -> PutSpec {
 pub(super) fn begin(log: &Log, spec: PutSpec) -> Result<Option<Put>> {
     Ok(match log.begin_put_within(spec, PATIENCE)? {
         PutOutcome::Started(put) => Some(put),
-        PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) => None,
+        PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) | PutOutcome::Leaving(_) => None,
     })
 }
 

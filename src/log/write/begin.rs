@@ -88,7 +88,10 @@ impl Log {
         if !matches!(reserved, Ok(Some(_))) {
             volume.wear.refund(layout.slot_bytes);
         }
-        let Some((lane, place, sequence)) = reserved? else { return Ok(PutOutcome::NoRoom(spec)) };
+        let Some((lane, place, sequence)) = reserved? else {
+            let leaves = volume.own().is_some_and(|lane| is_leaving(volume, &lane, &spec.key));
+            return Ok(if leaves { PutOutcome::Leaving(spec) } else { PutOutcome::NoRoom(spec) });
+        };
         self.ctx.counters.puts.add(1);
         let held = HeldSlot::new(&lane, place, sequence);
         let (lanes, shard) = (volume.lanes(), Arc::clone(&volume.shard));

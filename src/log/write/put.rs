@@ -22,9 +22,11 @@ pub enum PutOutcome {
     Started(Put),
     /// The key is stored, or is being stored by another put of this process: nothing to do.
     AlreadyThere,
-    /// There is no room for it yet: no free segment is ready, or an earlier slot of the key is just
-    /// being made unreadable. The spec comes back, for another try.
+    /// There is no room for it yet: no free segment is ready. The spec comes back, for another try.
     NoRoom(Box<PutSpec>),
+    /// An earlier slot of the key is just being made unreadable. The spec comes back, for another
+    /// try.
+    Leaving(Box<PutSpec>),
     /// It is not to be stored now, for a limit that was set; the spec comes back.
     NotAdmitted(Refusal, Box<PutSpec>),
 }

@@ -273,7 +273,9 @@ impl RealCache {
         });
         Ok(match begun? {
             PutOutcome::Started(put) => Some((put, tokens)),
-            PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) => None,
+            PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) | PutOutcome::Leaving(_) => {
+                None
+            }
         })
     }
 

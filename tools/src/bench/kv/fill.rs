@@ -89,7 +89,7 @@ impl<'a> Filler<'a> {
         let put = match self.log.begin_put_within(spec, Duration::from_secs(10))? {
             PutOutcome::Started(put) => put,
             PutOutcome::AlreadyThere => return Ok(()),
-            PutOutcome::NoRoom(_) => {
+            PutOutcome::NoRoom(_) | PutOutcome::Leaving(_) => {
                 return Err(Error::new(ErrorKind::NoSpace, "the cache has no room for the next chunk")
                     .advice("give more --capacity, or fewer --chunks or --entries"));
             }
