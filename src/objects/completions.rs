@@ -1,9 +1,8 @@
 //! Batches under way and ended, and the descriptor that is readable exactly while ended ones wait
 //! to be taken.
 //!
-//! Invariants:
-//! - A completion is not drained before the submit of its batch has made its id known.
-//! - A completion that is withheld goes to whoever waits for its batch, and is never drained.
+//! Invariant: a completion that is withheld goes to whoever waits for its batch, and is never
+//! drained.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -11,8 +11,7 @@
 //!   checked.
 //! - The caller's memory is not touched after its batch has ended, however it ended. Registered
 //!   memory that the kernel has keeps its batch from ending; other memory the kernel never has.
-//! - A completion is not drained before the submit of its batch has returned, and has a result for
-//!   every key, refused ones too.
+//! - A completion has a result for every key, refused ones too.
 //! - A completion is taken once. That of [`ObjectStore::begin`] goes to [`ObjectStore::wait`]
 //!   alone, any other to whichever call is first.
 //! - A stored object is never overwritten: a get returns the bytes of one put, or fails.
@@ -66,6 +65,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 pub use batch::{BatchKind, KeyResult, ObjectCause, ObjectCompletion};
 pub use losses::Evicted;
 internals!(use names::PART_BYTES);
@@ -103,6 +104,8 @@ pub fn object_digest(key: &[u8]) -> [u8; 32] {
 pub struct ObjectStore {
     core: Arc<Core>,
     completions: Arc<Completions>,
+    /// Held by the close that ends the threads.
+    closing: Mutex<()>,
     forks: ForkGuard,
 }
 
@@ -127,7 +130,7 @@ impl ObjectStore {
     pub fn open_with(options: ObjectOptions) -> Result<Self> {
         let forks = ForkGuard::begin()?;
         let completions = Arc::new(Completions::new(options.max_pending_keys)?);
-        Ok(Self { core: open::core(options)?, completions, forks })
+        Ok(Self { core: open::core(options)?, completions, closing: Mutex::default(), forks })
     }
 
     /// Refuses a forked child.
@@ -343,6 +346,9 @@ impl ObjectStore {
 
     /// Takes the completions that are there, in the order in which the batches ended. Never waits.
     /// Works after a close; empty in a forked child.
+    ///
+    /// Where another thread submits, a completion may be taken here before its submit has returned.
+    /// Submit and note the id under a lock, and take that lock before looking up an id.
     #[must_use]
     pub fn drain_completions(&self) -> Vec<ObjectCompletion> {
         if self.check().is_err() {
@@ -423,16 +429,21 @@ impl ObjectStore {
         for batch in &left {
             batch.end_early(ObjectCause::Closed);
         }
+        let late = |what: String| Err(Error::new(ErrorKind::TimedOut, what));
+        let Some(_one) = self.closing.try_lock_until(deadline + self.core.io_timeout) else {
+            return late("another close of the object store had not ended at the deadline".to_owned());
+        };
         // The workers first: what they give up leaves parts to be removed.
         self.core.work.stop();
-        self.core.removal.stop();
+        let _ = self.core.removal.stop(deadline);
         self.core.pins.clear();
         let closed = self.core.opening.close(deadline);
-        if left.is_empty() {
-            return closed;
+        // A removal that was under way at the deadline ends with the log, if the drive lets it.
+        let closed = closed.and(self.core.removal.stop(deadline + self.core.io_timeout));
+        match left.len() {
+            0 => closed,
+            left => closed.and(late(format!("{left} batches had not ended at the deadline"))),
         }
-        closed
-            .and(Err(Error::new(ErrorKind::TimedOut, format!("{} batches had not ended at the deadline", left.len()))))
     }
 
     /// Whether the store is open: neither disabled nor closed.

@@ -1,11 +1,12 @@
 //! The thread that removes: a removal waits for the drive, which workers must not.
 //!
 //! Invariants: a deletion is answered with yes only after it is durable; after the deadline of a
-//! close nothing more is begun, as each removal may take as long as the drive is waited for.
+//! close nothing more is begun, as each removal may take as long as the drive is waited for; nobody
+//! waits for one after the other to time out, nor for one that the drive never ends.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
@@ -13,9 +14,12 @@ use parking_lot::Mutex;
 use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::get::{Presence, presence};
 use super::names::{Version, is_name};
-use crate::error::{self, Error};
+use crate::error::{self, Error, ErrorKind};
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Opening};
+
+/// How often it is looked whether the thread has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// What goes on when what is left of an object is removed, or could not be.
 type Mended = Box<dyn FnOnce(Result<(), ObjectCause>) + Send>;
@@ -28,7 +32,8 @@ enum Message {
 
 /// The way to the thread.
 pub(super) struct RemovalThread {
-    send: Mutex<Option<Sender<Message>>>,
+    /// Takes each message with the time of its sending.
+    send: Mutex<Option<Sender<(Instant, Message)>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// When nothing more is begun.
     until: Arc<OnceLock<Instant>>,
@@ -48,10 +53,10 @@ impl RemovalThread {
     fn send(&self, message: Message) {
         let send = self.send.lock().clone();
         let refused = match send {
-            Some(send) => send.send(message).err().map(|e| e.0),
+            Some(send) => send.send((Instant::now(), message)).err().map(|e| e.0.1),
             None => Some(message),
         };
-        refused.into_iter().for_each(Message::refuse);
+        refused.into_iter().for_each(|message| message.refuse(ObjectCause::Closed));
     }
 
     /// Begins nothing more from `deadline` on; the first call counts.
@@ -74,39 +79,60 @@ impl RemovalThread {
         self.send(Message::Mend(key, then));
     }
 
-    /// Ends the thread after what has been sent.
-    pub(super) fn stop(&self) {
+    /// Ends the thread after what has been sent, and waits for that until `until`.
+    ///
+    /// # Errors
+    /// `TimedOut`: a drive may keep a system call from ever ending, and then the thread.
+    pub(super) fn stop(&self, until: Instant) -> error::Result<()> {
         drop(self.send.lock().take());
-        let thread = self.thread.lock().take();
-        if let Some(thread) = thread {
-            drop(thread.join());
+        let mut thread = self.thread.lock();
+        while thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            if Instant::now() >= until {
+                return Err(Error::new(ErrorKind::TimedOut, "a drive keeps a removal of objects from ending"));
+            }
+            std::thread::sleep(LOOK_AGAIN);
         }
+        drop(thread.take().map(JoinHandle::join));
+        Ok(())
     }
 }
 
 impl Message {
-    /// Answers that the store is closed.
-    fn refuse(self) {
+    fn refuse(self, cause: ObjectCause) {
         match self {
-            Self::Delete(names) => names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed)),
-            Self::Mend(_, then) => then(Err(ObjectCause::Closed)),
+            Self::Delete(names) => names.into_iter().for_each(|(_, ticket)| ticket.no(cause)),
+            Self::Mend(_, then) => then(Err(cause)),
             Self::Clean(_) => {}
         }
     }
 }
 
-fn run(opening: &Opening, receive: &Receiver<Message>, until: &OnceLock<Instant>) {
-    while let Ok(message) = receive.recv() {
+fn run(opening: &Opening, receive: &Receiver<(Instant, Message)>, until: &OnceLock<Instant>) {
+    // When a removal has last timed out.
+    let mut late: Option<Instant> = None;
+    while let Ok((sent, message)) = receive.recv() {
         if until.get().is_some_and(|until| *until <= Instant::now()) {
-            message.refuse();
+            message.refuse(ObjectCause::Closed);
+            continue;
+        }
+        if late.is_some_and(|late| sent < late) {
+            // It has waited for the drive with that removal, and would only wait once more.
+            message.refuse(ObjectCause::TimedOut);
             continue;
         }
         let open = opening.log();
         let log = open.as_ref();
-        match message {
+        let end = match message {
             Message::Delete(names) => delete(log, names),
             Message::Clean(keys) => clean(log, &keys),
-            Message::Mend(key, then) => then(log.map_or(Err(ObjectCause::Closed), |log| mend(log, key))),
+            Message::Mend(key, then) => {
+                let end = log.map_or(Err(ObjectCause::Closed), |log| mend(log, key));
+                then(end);
+                end
+            }
+        };
+        if end == Err(ObjectCause::TimedOut) {
+            late = Some(Instant::now());
         }
     }
 }
@@ -123,15 +149,18 @@ fn mend(log: &Arc<Log>, key: ChunkKey) -> Result<(), ObjectCause> {
     })
 }
 
-fn clean(log: Option<&Arc<Log>>, keys: &[ChunkKey]) {
-    if let Some(Err(e)) = log.map(|log| log.remove(keys)) {
+fn clean(log: Option<&Arc<Log>>, keys: &[ChunkKey]) -> Result<(), ObjectCause> {
+    let Some(log) = log else { return Err(ObjectCause::Closed) };
+    log.remove(keys).map(drop).map_err(|e| {
         tracing::debug!(error = %e, "parts of an unfinished object stay until their segment is reclaimed");
-    }
+        ObjectCause::of_transfer(&e)
+    })
 }
 
-fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) {
+fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) -> Result<(), ObjectCause> {
     let Some(log) = log else {
-        return names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+        names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+        return Err(ObjectCause::Closed);
     };
     let (mut keys, mut tickets) = (Vec::new(), Vec::new());
     let mut parts = Vec::new();
@@ -155,11 +184,13 @@ fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) {
             for (ticket, there) in tickets.into_iter().zip(there.into_iter().take(heads)) {
                 if there { ticket.answer(KeyResult::yes(0)) } else { ticket.no(ObjectCause::NotFound) }
             }
+            Ok(())
         }
         Err(e) => {
             tracing::warn!(error = %e, "objects could not be removed");
             let cause = ObjectCause::of_transfer(&e);
             tickets.into_iter().for_each(|ticket| ticket.no(cause));
+            Err(cause)
         }
     }
 }

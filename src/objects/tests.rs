@@ -1,10 +1,73 @@
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crossbeam_channel::{Receiver, Sender};
+
 use super::core::Pieces;
 use super::names::{self, Version};
 use super::*;
+use crate::config::{Capacity, MinFree};
 use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
+use crate::io::{Fault, Faulty, IoOptions, Op, Request, open_drive};
 use crate::key::{ChunkKey, object_key};
 use crate::process::ForkGuard;
+
+/// How long is waited for what has to come.
+const SOON: Duration = Duration::from_secs(120);
+
+fn small_cache(dir: &Path) -> ObjectOptions {
+    let mut settings = Settings::at(dir);
+    settings.capacity = Capacity::Bytes(256 << 20);
+    settings.min_free = MinFree::Bytes(0);
+    settings.allow_any_filesystem = true;
+    ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(&settings, "n") }
+}
+
+/// Removals that tell when they flush, wait there while the gate is open, and then time out.
+struct HungRemovals {
+    hang: Arc<AtomicBool>,
+    gate: Sender<()>,
+    told: Receiver<()>,
+}
+
+impl HungRemovals {
+    fn new(options: &mut ObjectOptions) -> Self {
+        let hang = Arc::new(AtomicBool::new(true));
+        let (gate, wait) = crossbeam_channel::bounded::<()>(1);
+        let (tell, told) = crossbeam_channel::unbounded();
+        let on = Arc::clone(&hang);
+        let rule = move |_: u64, request: &Request| {
+            let is_removal = std::thread::current().name() == Some("fb-object-rm") && request.op == Op::Flush;
+            if !is_removal || !on.load(Ordering::SeqCst) {
+                return None;
+            }
+            let _ = tell.send(());
+            let _ = wait.recv();
+            Some(Fault::Hang)
+        };
+        options.drive_factory = Some(Arc::new(move |_: usize, _: &Path, io: &IoOptions| {
+            let mut drive = open_drive(io)?;
+            drive.write = Arc::new(Faulty::new(drive.write, rule.clone()));
+            Ok(drive)
+        }));
+        Self { hang, gate, told }
+    }
+}
+
+/// Stores small objects; a new cache may not take them at once.
+fn store_all(store: &ObjectStore, keys: &[Vec<u8>]) {
+    let begun = Instant::now();
+    let value = || ObjectMemory::from_vec(vec![1; 100]).unwrap();
+    loop {
+        let items = keys.iter().map(|key| ObjectPut { key: key.clone(), value: value() }).collect();
+        let id = store.submit_put(items, PutOptions::default()).unwrap();
+        if store.wait(id, SOON).unwrap().all_ok() {
+            return;
+        }
+        assert!(begun.elapsed() < SOON, "nothing is stored");
+    }
+}
 
 #[test]
 fn a_forked_child_gets_errors_and_drops_nothing() {
@@ -27,7 +90,7 @@ fn a_forked_child_gets_errors_and_drops_nothing() {
     let core = Arc::downgrade(&store.core);
     drop(store);
     let core = core.upgrade().expect("the child must not take the parent's store apart");
-    core.removal.stop();
+    core.removal.stop(Instant::now() + DROP_PATIENCE).unwrap();
     core.work.stop();
     core.opening.stop_trying();
 }
@@ -63,14 +126,85 @@ fn a_question_waits_for_no_batch_that_is_to_be_planned() {
 }
 
 #[test]
+fn a_removal_that_hangs_keeps_no_close_from_ending() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = small_cache(dir.path());
+    options.settings.io_timeout_ms = 1000;
+    let removals = HungRemovals::new(&mut options);
+    let store = ObjectStore::open_with(options).unwrap();
+    store_all(&store, &[b"k".to_vec()]);
+    let begun = Instant::now();
+    // A removal may also time out before it flushes.
+    while begun.elapsed() < SOON && removals.told.is_empty() {
+        store.submit_delete(vec![b"k".to_vec()]).unwrap();
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let (tell, closed) = crossbeam_channel::unbounded();
+    std::thread::scope(|scope| {
+        scope.spawn(|| (0..2).for_each(|_| drop(tell.send(store.close(Instant::now())))));
+        // No batch is left for the second.
+        let ends = [closed.recv_timeout(SOON), closed.recv_timeout(SOON)];
+        drop(removals.gate);
+        for end in ends {
+            let end = end.expect("a close waits for the removal");
+            assert_eq!(end.unwrap_err().kind(), ErrorKind::TimedOut);
+        }
+    });
+    store.close(Instant::now() + SOON).unwrap();
+}
+
+#[test]
+fn what_waits_behind_a_removal_that_times_out_is_answered_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = small_cache(dir.path());
+    options.settings.io_timeout_ms = 30_000;
+    let removals = HungRemovals::new(&mut options);
+    let store = ObjectStore::open_with(options).unwrap();
+    let keys: Vec<Vec<u8>> = (0..20).map(|n| vec![n]).collect();
+    store_all(&store, &keys);
+    let delete = |key: &Vec<u8>| store.submit_delete(vec![key.clone()]).unwrap();
+    let first = delete(&keys[0]);
+    removals.told.recv_timeout(SOON).unwrap();
+    let (tell, told) = crossbeam_channel::unbounded();
+    let others: Vec<u64> = keys[1..].iter().map(delete).collect();
+    store.core.removal.mend(object_key(b"another"), Box::new(move |end| tell.send(end).unwrap()));
+    drop(removals.gate);
+    for id in [first].into_iter().chain(others) {
+        assert_eq!(store.wait(id, SOON).unwrap().results, [KeyResult::no(ObjectCause::TimedOut)]);
+    }
+    assert_eq!(told.recv_timeout(SOON), Ok(Err(ObjectCause::TimedOut)));
+    assert!(removals.told.is_empty(), "the drive was asked again");
+    removals.hang.store(false, Ordering::SeqCst);
+    assert!(store.wait(delete(&keys[1]), SOON).unwrap().all_ok(), "what comes later is tried");
+}
+
+#[test]
+fn a_second_close_ends_when_the_first_has_or_says_that_it_has_not() {
+    let mut settings = Settings::at("/no/such/place/at/all");
+    settings.io_timeout_ms = 10;
+    let store = ObjectStore::open(&settings, "n").unwrap();
+    let (go, wait) = crossbeam_channel::bounded::<()>(1);
+    store.core.work.ready(Box::new(move || {
+        let _ = wait.recv();
+    }));
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| store.close(Instant::now() + SOON));
+        let begun = Instant::now();
+        while !store.closing.is_locked() && begun.elapsed() < SOON {
+            std::thread::yield_now();
+        }
+        let early = store.close(Instant::now());
+        drop(go);
+        assert_eq!(early.unwrap_err().kind(), ErrorKind::TimedOut, "a worker is still at work");
+        first.join().unwrap().unwrap();
+    });
+    store.close(Instant::now() + SOON).unwrap();
+}
+
+#[test]
 fn an_object_that_has_lost_a_part_is_stored_anew() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = Settings::at(dir.path());
-    settings.capacity = crate::config::Capacity::Bytes(256 << 20);
-    settings.min_free = crate::config::MinFree::Bytes(0);
-    settings.allow_any_filesystem = true;
-    let options = ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(&settings, "n") };
-    let store = ObjectStore::open_with(options).unwrap();
+    let store = ObjectStore::open_with(small_cache(dir.path())).unwrap();
     let key = object_key(b"k");
     let log = store.log().unwrap();
     let put = |version: u8| {
