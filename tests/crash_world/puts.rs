@@ -158,7 +158,7 @@ impl World {
         }
         drop::<crossbeam_channel::Sender<()>>(tx);
         if self.config.threads > 0 {
-            drop(rx.recv());
+            let _ = rx.recv();
         }
         good.load(Ordering::Relaxed)
     }
