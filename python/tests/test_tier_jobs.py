@@ -134,8 +134,39 @@ def test_a_close_that_fails_is_told_and_raises_nothing(caplog: pytest.LogCapture
     closed: list[int] = []
     store.close = closed.append
     transfers.close(1000)
-    assert closed == [1000], "closed although it could not be drained"
+    assert closed == [500], "closed although it could not be drained"
     assert "could not be drained" in caplog.text
+
+
+def test_a_close_cancels_what_has_not_ended_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, cancelled = 1000.0, list[int]()
+
+    class Hung(Mute):
+        def drain_completions(self) -> list[Any]:
+            # Each look takes a second.
+            nonlocal now
+            now += 1
+            if now > 1100:
+                raise AssertionError("it waits on")
+            return [forebay.Completion(one, "exists", [False], [0], ["cancelled"], None) for one in cancelled]
+
+        def cancel(self, batch: int) -> bool:
+            cancelled.append(batch)
+            return True
+
+        def submit_put(self, _items: Any, dtype: Any = None) -> int:
+            return 2
+
+        def close(self, timeout_ms: int) -> None:
+            cancelled.append(-timeout_ms)
+
+    monkeypatch.setattr("forebay.vllm.tier_jobs.time.monotonic", lambda: now)
+    store: Any = Hung()
+    transfers = Transfers(store, Rows(0, COUNT, ROW), 2000, False)
+    transfers.save(1, [b"a"], [0])
+    transfers.close(30_000)
+    assert cancelled == [1, 2, -15_000], "the question, and then the put that followed its answer"
+    assert 1015 <= now <= 1020
 
 
 def test_a_failure_is_told_again_after_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

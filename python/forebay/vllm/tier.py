@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.forebay")
 
-#: How long a shutdown waits for blocks on their way to the drive.
+#: How long a shutdown may take: blocks on their way to the drive have half of it.
 CLOSE_TIMEOUT_MS = 30_000
 
 

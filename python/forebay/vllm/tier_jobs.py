@@ -23,7 +23,7 @@ from forebay._quiet import Quiet
 
 logger = logging.getLogger("vllm.forebay")
 
-#: Seconds after which `drain` cancels the batches that have not ended.
+#: Seconds after which `drain` cancels the batches that have not ended, unless the caller has less time.
 DRAIN_PATIENCE_S = 60.0
 #: Causes that are not logged: a cache may drop any object, so a miss is no failure.
 QUIET_CAUSES = frozenset({"not_found", None})
@@ -189,12 +189,13 @@ class Transfers:
         done, self._done = self._done, []
         return done
 
-    def drain(self) -> None:
+    def drain(self, patience_s: float = DRAIN_PATIENCE_S) -> None:
         """Waits until no job is under way: nothing reads or writes a row when this returns. Outcomes are for the next `poll`.
+        After `patience_s` batches are cancelled, which ends them at once: the kernel never has the rows.
 
         Raises what the store raises: one that gives no answers could never say that its work is over.
         """
-        until = time.monotonic() + DRAIN_PATIENCE_S
+        until = time.monotonic() + patience_s
         ready = select.poll()
         ready.register(self._store.event_fd(), select.POLLIN)
         while self._jobs:
@@ -219,9 +220,9 @@ class Transfers:
         return not (self._read_only or self._rests)
 
     def close(self, timeout_ms: int) -> None:
-        """Lets batches end for `timeout_ms`, makes what is stored durable, closes. Raises nothing: the
-        server's end goes on."""
-        for what, end in (("drained", self.drain), ("closed", lambda: self._store.close(timeout_ms))):
+        """Lets batches end for half of `timeout_ms`, and has the other half to make durable what is stored, and to close.
+        Raises nothing: the server's end goes on."""
+        for what, end in (("drained", lambda: self.drain(timeout_ms / 2000)), ("closed", lambda: self._store.close(timeout_ms // 2))):
             try:
                 end()
             except Exception as error:  # noqa: BLE001
