@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from forebay.vllm import working
 from forebay.vllm.blend import blender
 from forebay.vllm.blend.blender import Asked, Blender
 from forebay.vllm.blend.live import Job, Live
-from forebay.vllm.blend.segments import Chain, Dimensions, Rows, Segments
+from forebay.vllm.blend.segments import AT_ONCE, Chain, Dimensions, Rows, Segments
 from forebay.vllm.blend.worker import runner_of
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.meta import StepMetadata
@@ -179,6 +180,24 @@ def test_segments_are_hashed_behind_their_anchor_and_given_up_in_time() -> None:
     assert (segments.has(first), segments.has(second)) == (True, False)
     assert not segments.begin(first, Rows(of, 20, torch.device("cpu")), 10, False, 1234).result()
     assert calls == [10, "10 and 5", "10 and 7", ("10 and 5", 1234)]
+    segments.close()
+
+
+def test_no_load_waits_for_stores() -> None:
+    drive = threading.Event()
+    loaded = SimpleNamespace(wait=lambda: SimpleNamespace(tokens=15))
+    stored = SimpleNamespace(wait=lambda: drive.wait() and SimpleNamespace(stored=1, sheds={}))
+    engine = SimpleNamespace(load=lambda *_, **__: loaded, store=lambda *_, **__: stored, lookup=lambda _: 15, close=lambda: None)
+    of = Dimensions(1, 1, 4, torch.float32)
+    segments, rows = Segments(engine, of, []), Rows(of, 20, torch.device("cpu"))
+    chain = Chain(list(range(10)), [1] * 5, "prompt")
+    try:
+        # More of them than threads that load: their requests were aborted.
+        stores = [segments.store(chain, rows) for _ in range(AT_ONCE + 1)]
+        assert segments.begin(chain, rows, 10, False, 1234).result(120)
+    finally:
+        drive.set()
+    assert [store.result(120) for store in stores] == [None] * len(stores)
     segments.close()
 
 

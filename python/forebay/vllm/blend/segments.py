@@ -106,10 +106,11 @@ class Segments:
     """The stored segments of one model. `anchor` are the tokens that a segment is stored behind."""
 
     def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary]) -> None:
-        """`engine` was opened with a geometry of `geometry`; a load that takes longer than
-        `load_timeout_ms` has failed."""
+        """`engine` was opened with a geometry of `geometry`."""
         self._engine, self._of, self._rotary = engine, of, rotary
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
+        self._loader = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
+        # Of its own: a store may wait long for a drive, and loads must not wait for it.
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="forebay-segment-store")
 
     @staticmethod
     def geometry(model: str, fingerprint: str, of: Dimensions, tp: tuple[int, int]) -> Any:
@@ -146,7 +147,7 @@ class Segments:
         """Begins to store a segment from the rows of *anchor, then segment*, which stay as they are
         until it is over. The future says why it was not stored, None where it was. It raises
         nothing."""
-        return self._threads.submit(self._store, chain, rows, stream(rows.device))
+        return self._saver.submit(self._store, chain, rows, stream(rows.device))
 
     def _store(self, chain: Chain, rows: Rows, after: int | None) -> str | None:
         try:
@@ -161,10 +162,11 @@ class Segments:
     def begin(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, limit_ms: int | None) -> Future[bool]:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
         where that is wanted. The future says whether all of it arrived as it was stored; its keys
-        are turned to their places then. It raises nothing."""
+        are turned to their places then. It raises nothing. `limit_ms` counts from when the load
+        gets one of the `AT_ONCE` threads."""
         # The caller's stream, not the loading thread's: earlier work in that stream may still use
         # the memory of the rows.
-        return self._threads.submit(self._load, chain, rows, start, with_anchor, stream(rows.device), limit_ms)
+        return self._loader.submit(self._load, chain, rows, start, with_anchor, stream(rows.device), limit_ms)
 
     def _load(self, chain: Chain, rows: Rows, start: int, with_anchor: bool, after: int | None, limit_ms: int | None) -> bool:
         try:
@@ -196,5 +198,6 @@ class Segments:
 
     def close(self) -> None:
         """Ends what is under way and closes the cache."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._loader, self._saver):
+            threads.shutdown(cancel_futures=True)
         self._engine.close()
