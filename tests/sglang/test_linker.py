@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +197,26 @@ def test_a_load_that_is_late_ends_in_time_and_nothing_is_promised_for_a_while(ca
         server.linker._nothing_until = 0
         assert server.match(req) == 4 * PAGE and server.admit(req) == 4 * PAGE
         assert server.forward([req]) == []
+
+
+@pytest.mark.ci
+def test_the_time_of_a_load_is_over_though_others_were_before_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(cache) as server:
+        for salt in (1, 2):
+            server.compute(prompt(4, salt), seed=salt)
+        assert server.settle() == [True, True]
+    with served(cache) as server:
+        begun, gate = threading.Event(), threading.Event()
+        slow(server, lambda _: (begun.set(), gate.wait(PATIENCE_S)))
+        indices = []
+        for salt in (1, 2):
+            queued(server, prompt(4, salt))
+            indices.append(server.tree.ready_to_load_host_cache())
+        assert begun.wait(PATIENCE_S)
+        later = server.linker._timeout_ms / 1000
+        monkeypatch.setattr(linker, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+        gate.set()
+        assert [server.linker.finish_layer_wise_loading(index) for index in indices] == [True, False]
 
 
 @pytest.mark.ci

@@ -80,6 +80,8 @@ class Batch:
     index: int
     parts: list[Part]
     events: list[Any]
+    until: float
+    """When its time is over, on the monotonic clock, also where it waits for other batches first."""
     ended: threading.Event = field(default_factory=threading.Event)
     is_good: bool = False
 
@@ -249,7 +251,8 @@ class Linker(UnifiedCacheLinker):
             return -1
         parts = [part for request in self._pending.values() for part in request]
         self._pending = {}
-        batch = Batch(self.layer_done_counter.update_producer(), parts, self._order.now())
+        until = time.monotonic() + self._timeout_ms / 1000
+        batch = Batch(self.layer_done_counter.update_producer(), parts, self._order.now(), until)
         self._batches[batch.index] = batch
         self._loader.give(batch)
         return batch.index
@@ -291,14 +294,17 @@ class Linker(UnifiedCacheLinker):
         stream = self._order.after(batch.events)
         for part in batch.parts:
             slots = part.source.slots(self._order.host(part.indices, batch.events), len(part.keys))
+            # With no time left it fails at once.
+            left_ms = max(0, int((batch.until - time.monotonic()) * 1000))
             load = part.source.engine.load(
-                part.source.prompt(part.keys), part.source.kv, slots, stream=stream, timeout_ms=self._timeout_ms, by_layer=True
+                part.source.prompt(part.keys), part.source.kv, slots, stream=stream, timeout_ms=left_ms, by_layer=True
             )
             loads.append((load, part))
 
     def _expect(self, tokens: int, load: Any, part: Part) -> None:
         asked = len(part.keys) * part.source.page_size
         if tokens < asked:
+            # Not cancelled: all of the damage before this page is found now, so that a request that comes again is answered.
             raise Missed(part, tokens // part.source.page_size, load.wait().misses)
 
     def _note_failure(self, error: BaseException) -> None:
