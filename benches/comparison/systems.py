@@ -174,12 +174,13 @@ class Forebay(LMCache):
 
     name, bound = "forebay", "capacity"
     kind, made = "plugin", "Adapter"
+    more: dict[str, Any] = {"register_memory": True}
 
     def __init__(self, folder: Path, arena: Arena, capacity: int) -> None:
         cache = folder / "cache"
         cache.mkdir(exist_ok=True)
-        self.settings = "capacity"
-        params = {"cache_dir": str(cache), "capacity": str(capacity)}
+        self.settings = ", ".join(["capacity", *self.more])
+        params = {"cache_dir": str(cache), "capacity": str(capacity), **self.more}
         super().__init__(arena, {"type": self.kind, "module_path": "forebay.lmcache", "class_name": self.made, "adapter_params": params})
 
 
@@ -187,6 +188,7 @@ class ForebayNative(Forebay):
     """Forebay behind LMCache's `native_plugin`."""
 
     name, kind, made = "forebay-native", "native_plugin", "Connector"
+    more: dict[str, Any] = {}
 
 
 class LMCacheFs(LMCache):

@@ -7,11 +7,14 @@ import random
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import spec
 from driving import PATIENCE_S, adapter, found, key, load, memory, same, store
+from forebay.lmcache import store as limits
 
 LENGTHS = [1, 4095, 4096, 70_001, 256 << 10, (16 << 20) + 1, 32 << 20]
 
@@ -52,6 +55,23 @@ def test_a_buffer_of_another_length_and_a_missing_key_are_misses(cache: Path, do
         assert store(over, {2: memory(5000, 3)})
         again = {2: memory(5000, None)}
         assert load(over, again) == [True] and same(again[2], memory(5000, 2))
+
+
+@pytest.mark.ci
+def test_batches_that_have_lmcaches_memory_for_too_long_are_ended(cache: Path, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOOK_S", 0.01)
+    with adapter(spec(cache, door)) as over:
+        ended: list[int] = []
+        ours = over if door == "plugin" else over._client
+        monkeypatch.setattr(ours._limit, "_store", SimpleNamespace(cancel=ended.append))
+        assert store(over, {1: memory(5000, 1)}) and load(over, {1: memory(5000, None)}) == [True]
+        assert len(ours._limit._begun) == 2 and not ended
+        monkeypatch.setattr(limits, "MEMORY_S", 0.0)
+        end = time.monotonic() + PATIENCE_S
+        while len(ended) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert len(set(ended)) == 2 and not ours._limit._begun
 
 
 @pytest.mark.ci

@@ -19,6 +19,7 @@ import torch
 from conftest import spec
 from driving import adapter, bits, key, load, memory, same, store, wait
 from forebay.lmcache import plugin
+from forebay.lmcache.store import MEMORY_S
 from lmcache.cli.commands.server import ServerCommand
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase, get_l2_adapter_config_class
@@ -30,6 +31,8 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 pytestmark = pytest.mark.ci
 
+#: What docs/lmcache.md asks for: the longest that a task uses LMCache's memory, and some.
+LEAST_TTL_S = 150
 #: Options of `lmcache server`, of 0.5.6 and of 0.5.7rc2.
 SERVER = {
     "in the keys: with another one nothing is found": "chunk_size hash_algorithm",
@@ -46,7 +49,9 @@ SERVER = {
     "p2p_load_timeout p2p_transfer_engine eviction_policy eviction_trigger_watermark eviction_ratio l2_store_policy l2_prefetch_policy "
     "l2_prefetch_max_in_flight l2_prefetch_inflight_watermark periodic_notifier_interval_ms",
     "where L1 lies": "l1_manager l1_size_gb l1_use_lazy l1_init_size_gb l1_align_bytes l1_use_hugepages l1_devdax_path l1_devdax_offset_gb "
-    "l1_mlock gds_l1_path gds_l1_use_direct_io gds_l1_backend l1_write_ttl_seconds l1_read_ttl_seconds",
+    "l1_mlock gds_l1_path gds_l1_use_direct_io gds_l1_backend",
+    # Then LMCache gives a task's memory to other chunks.
+    "at least LEAST_TTL_S, see the docs": "l1_write_ttl_seconds l1_read_ttl_seconds",
     "reports": "disable_observability disable_metrics disable_grpc_metrics disable_logging enable_tracing enable_token_trace otlp_endpoint "
     "event_bus_queue_size prometheus_port metrics_sample_rate lookup_hash_log_dir lookup_hash_log_rotation_interval "
     "lookup_hash_log_rotation_max_size lookup_hash_log_max_files enable_gc_monitor gc_monitor_min_pause_ms gc_monitor_top_objects "
@@ -94,6 +99,7 @@ def test_every_option_of_the_server_is_decided() -> None:
     options = {action.dest for action in parser._actions}
     assert len(options) > 80, "they are found"
     assert not options - _decided(SERVER), "LMCache has options of which nobody has said whether values depend on them"
+    assert MEMORY_S < LEAST_TTL_S <= min(parser.get_default(lock) for lock in ("l1_write_ttl_seconds", "l1_read_ttl_seconds"))
 
 
 @pytest.mark.parametrize("door", ["plugin", "native_plugin"])

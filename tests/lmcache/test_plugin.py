@@ -248,7 +248,8 @@ def test_a_value_that_another_server_has_deleted_and_that_is_stored_again_is_cou
         assert heard.gone == [key(1)] * 2
 
 
-def test_values_go_into_and_out_of_lmcaches_registered_memory(cache: Path) -> None:
+@pytest.mark.parametrize("registers", [False, True])
+def test_values_go_into_and_out_of_lmcaches_memory_which_the_kernel_has_only_where_it_is_registered(cache: Path, registers: bool) -> None:
     length, count = 300 * 1024, 8
     arena = torch.frombuffer(mmap.mmap(-1, 16 * MIB), dtype=torch.uint8)
     described = L1MemoryDesc(ptr=arena.data_ptr(), size=16 * MIB, align_bytes=4096, stable_registration_size=16 * MIB)
@@ -261,7 +262,7 @@ def test_values_go_into_and_out_of_lmcaches_registered_memory(cache: Path) -> No
         )
         return TensorMemoryObj(raw_data=data, metadata=metadata, parent_allocator=None)
 
-    with adapter(spec(cache), described) as over:
+    with adapter(spec(cache, **({"register_memory": True} if registers else {})), described) as over:
         assert store(over, {number: inside(number, number) for number in range(count)})
         targets = {number: inside(count + number, None) for number in range(count)}
         assert load(over, targets) == [True] * count
@@ -269,6 +270,12 @@ def test_values_go_into_and_out_of_lmcaches_registered_memory(cache: Path) -> No
         # Memory of another owner is served as well.
         elsewhere = memory(length, None)
         assert load(over, {3: elsewhere}) == [True] and same(elsewhere, memory(length, 3))
+        assert (over.report_status()["direct_bytes"] > 0) == registers
+
+
+def test_whether_memory_is_registered_is_true_or_false(cache: Path) -> None:
+    with pytest.raises(forebay.ConfigError, match="register_memory"), adapter(spec(cache, register_memory="false")):
+        pass
 
 
 def test_both_doors_have_the_same_bytes_without_a_layout(cache: Path) -> None:

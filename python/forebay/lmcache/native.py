@@ -5,7 +5,7 @@ that says no. It polls `event_fd` and takes `drain_completions`.
 
 Invariants:
 - A get fills the whole buffer with verified bytes, or is answered with no. A buffer of another length than the value is a no.
-- A buffer is held until its batch has been answered.
+- A buffer is held until its batch has been answered, and is not used for longer than `store.MEMORY_S`.
 - Capacity and eviction are the store's: what LMCache's `max_capacity_gb` and `eviction` would count is one process's only.
 
 This module knows nothing of LMCache's packages: it can be imported without them.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import forebay
-from forebay.lmcache.store import open_store
+from forebay.lmcache.store import TimeLimit, open_store
 
 logger = logging.getLogger("forebay.lmcache")
 
@@ -33,6 +33,7 @@ class Connector:
 
     def __init__(self, dtype: str | None = None, **params: Any) -> None:
         self._store, self._dtype = open_store(**params), dtype
+        self._limit = TimeLimit(self._store)
 
     def event_fd(self) -> int:
         """Readable while there are completions to take."""
@@ -40,11 +41,11 @@ class Connector:
 
     def submit_batch_set(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Stores each value under its key. A key that is stored already stays as it is, and is a yes."""
-        return self._store.submit_put(zip(keys, memoryviews, strict=True), dtype=self._dtype)
+        return self._limit.of(self._store.submit_put(zip(keys, memoryviews, strict=True), dtype=self._dtype))
 
     def submit_batch_get(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Fills each buffer with the value of its key."""
-        return self._store.submit_get(zip(keys, memoryviews, strict=True))
+        return self._limit.of(self._store.submit_get(zip(keys, memoryviews, strict=True)))
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """Asks which keys are stored. No I/O."""
@@ -65,6 +66,7 @@ class Connector:
         except forebay.ForebayError as error:
             # Not raised: LMCache would leave its other adapters open.
             logger.error("the cache could not be closed properly, what was stored at the end may be lost: %s", error)
+        self._limit.close()
 
     @staticmethod
     def _answer(done: forebay.Completion) -> Answer:

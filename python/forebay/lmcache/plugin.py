@@ -7,7 +7,8 @@ Invariants:
 - A load fills the whole buffer with verified bytes, or the key is answered with no.
 - What a lookup has answered with yes is not evicted until `submit_unlock`, or for `PIN_S` seconds, whichever is first, as far as `lease_share`
   allows leases.
-- A buffer belongs to LMCache and stays valid until its task has been answered; that is LMCache's side of the interface.
+- A buffer belongs to LMCache, which locks it for a while and then gives it to others, whether its task was answered or not. So it is not
+  used for longer than `store.MEMORY_S`, but by the kernel where LMCache's memory is registered: by default it is not.
 - A value is loaded with the shapes and element types that it was stored with, and with no others: its name has their digest, as LMCache's
   keys do not tell them apart. Mere bytes have the plain name.
 - Capacity and eviction are the store's, for all servers of a cache. LMCache is told what has gone, and never evicts here by itself.
@@ -34,7 +35,7 @@ from lmcache.v1.platform import create_event_notifier
 
 import forebay
 from forebay._quiet import Quiet
-from forebay.lmcache.store import open_store
+from forebay.lmcache.store import TimeLimit, open_store
 
 if TYPE_CHECKING:
     from lmcache.v1.distributed.api import MemoryLayoutDesc
@@ -53,13 +54,17 @@ LOOK_S = 60.0
 
 
 class Adapter(L2AdapterInterface):
-    """LMCache's values as objects. `params` is `adapter_params`, the arguments of `open_store`."""
+    """LMCache's values as objects. `params` is `adapter_params`: the arguments of `open_store`, and whether LMCache's memory is registered."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__()
         self._quiet = Quiet(logger)
+        params = {"register_memory": False, **params}
+        if not isinstance(registers := params.pop("register_memory"), bool):
+            raise forebay.ConfigError(f"register_memory is {registers!r}: give true or false")
         self._store = open_store(**params)
-        if l1_memory_desc is not None and l1_memory_desc.stable_registration_size:
+        self._limit = TimeLimit(self._store)
+        if registers and l1_memory_desc is not None and l1_memory_desc.stable_registration_size:
             self._register(l1_memory_desc.ptr, l1_memory_desc.stable_registration_size)
         self._lock = threading.Lock()
         #: Stores and loads under way, by their number: the keys, and the names of their values.
@@ -202,6 +207,7 @@ class Adapter(L2AdapterInterface):
         except forebay.ForebayError as error:
             # Not raised: LMCache would leave its other adapters open.
             logger.error("the cache could not be closed properly, what was stored at the end may be lost: %s", error)
+        self._limit.close()
         os.close(self._stop)
         for notifier in self._wake.values():
             notifier.close()
@@ -211,7 +217,7 @@ class Adapter(L2AdapterInterface):
         pairs = [(one, value.byte_array) for one, value in zip(names, objects, strict=True)]
         # The lock keeps the thread from a completion whose number is not known here yet.
         with self._lock:
-            number = submit(pairs)
+            number = self._limit.of(submit(pairs))
             self._tasks[number] = list(zip(keys, names, strict=True))
         return number
 
