@@ -103,11 +103,14 @@ struct DriveReads {
     /// None is submitted, because the queue was full or the host had no memory; until one ends or
     /// [`RETRY`] has passed.
     blocked: bool,
+    /// One has timed out while its memory was with the drive, and none has ended well since.
+    hangs: bool,
 }
 
 impl DriveReads {
     fn new(window: [usize; 2]) -> Self {
-        Self { queue: VecDeque::new(), window: LoadWindow::new(window), reads: 0, bytes: 0, blocked: false }
+        let window = LoadWindow::new(window);
+        Self { queue: VecDeque::new(), window, reads: 0, bytes: 0, blocked: false, hangs: false }
     }
 
     /// Whether it gets no read now. Of several drives none has more reads than there is staging
@@ -162,6 +165,11 @@ impl ReadShare {
         Self { pump: Arc::clone(pump), drive, bytes, is_over: AtomicBool::new(false) }
     }
 
+    /// It has timed out, and its memory is still the drive's.
+    pub(super) fn hangs(&self) {
+        self.pump.turns.lock().drive(self.drive).hangs = true;
+    }
+
     /// The drive has read, well or not, or has not begun to. `false` where that was told before.
     pub(super) fn end(&self, well: bool) -> bool {
         if self.is_over.swap(true, Ordering::AcqRel) {
@@ -173,6 +181,7 @@ impl ReadShare {
         reads.bytes -= self.bytes;
         reads.blocked = false;
         if well {
+            reads.hangs = false;
             reads.window.read_ended(self.bytes, !reads.queue.is_empty(), Instant::now());
         } else {
             reads.window.read_failed();
@@ -548,6 +557,11 @@ impl LoadPump {
         }
     }
 
+    /// Whether reads of a drive hang, and none has ended well since.
+    pub(super) fn hangs(&self, drive: usize) -> bool {
+        self.turns.lock().drives.get(&drive).is_some_and(|reads| reads.hangs)
+    }
+
     /// A read of `load` has ended, well or not.
     pub(super) fn read_ended(&self, (load, step): (&LoadInner, &ReadStep), well: bool) {
         load.reads.fetch_sub(1, Ordering::AcqRel);
@@ -654,6 +668,7 @@ impl LoadPump {
         for load in late {
             let ran_ms = load.started.elapsed().as_millis() as u64;
             tracing::warn!(ran_ms, "a load is given up: its time-out is over, or nothing of it has moved for long");
+            load.report_unread();
             load.end(MissCause::TimedOut);
         }
         if retry {

@@ -39,6 +39,8 @@ impl LoadInner {
             // Memory that does not come back is still the drive's.
             if completion.buf.is_some() || completion.result.is_ok() {
                 share.end(completion.result.is_ok());
+            } else {
+                share.hangs();
             }
             drop(share);
             load.read_done((own_step, own_source), completion, slot);
@@ -342,6 +344,23 @@ impl LoadInner {
         let Some(source) = source else { return Some((cause, false)) };
         let begun = self.state.lock().begin_report(chunk)?;
         Some(if begun { (source.report_bad(cause), true) } else { (cause, false) })
+    }
+
+    /// Reports the drive of the next read to the log, where the load is given up without a read
+    /// under way and reads of that drive hang: they have taken all that a drive gets, so no further
+    /// read would tell that it still hangs. Once for a load.
+    pub(super) fn report_unread(&self) {
+        if self.reads.load(Ordering::Acquire) > 0 {
+            return;
+        }
+        let Some(step) = self.state.lock().next_step() else { return };
+        let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
+        self.state.lock().unread(step);
+        if let Some(source) = source.filter(|source| self.pump.hangs(source.drive()))
+            && self.state.lock().begin_last_report()
+        {
+            source.report_bad(MissCause::TimedOut);
+        }
     }
 
     /// Ends the whole load. Its memory may be written until [`LoadInner::seal`] has returned. The

@@ -542,7 +542,12 @@ impl LoadState {
     /// Whether a failed read is to be reported although its load or chunk was given up before it
     /// failed: once for a load.
     pub(super) fn begin_late_report(&mut self, chunk: usize) -> bool {
-        (self.finished || !self.is_alive(chunk)) && !std::mem::replace(&mut self.reported, true)
+        (self.finished || !self.is_alive(chunk)) && self.begin_last_report()
+    }
+
+    /// Whether a load that is given up is to be reported: nothing of it was before.
+    pub(super) fn begin_last_report(&mut self) -> bool {
+        !std::mem::replace(&mut self.reported, true)
     }
 
     pub(super) fn end_report(&mut self, begun: bool) {

@@ -177,6 +177,11 @@ impl Disk {
         drop(hanging);
     }
 
+    /// How many transfers hang.
+    pub(super) fn hanging(&self) -> usize {
+        self.inside.lock().hanging.len()
+    }
+
     /// Waits until `n` transfers hang.
     pub(super) fn wait_hanging(&self, n: usize) {
         let mut inside = self.inside.lock();

@@ -351,6 +351,41 @@ fn reads_that_hang_past_their_time_out_keep_their_window_and_leave_staging_to_ot
 }
 
 #[test]
+fn a_drive_that_hangs_is_reported_also_when_it_gets_no_read_any_more() {
+    // Of one drive what hangs takes all staging, of several the window.
+    for (drives, hanging) in [(1, 16), (2, 2)] {
+        let (io_timeout, window) = (Duration::from_millis(50), 2 * EXTENT);
+        let w = World::with(16, 4, |o| (o.window_bytes, o.drives, o.io_timeout) = ([window; 2], drives, io_timeout));
+        let (slots, _) = w.stored(2);
+        let [hung, unread] = [&slots[0], &slots[1]];
+        w.disk.fate(hung.slot, Fate::Hang);
+        while w.disk.hanging() < hanging {
+            assert_eq!(w.load(&w.kv(1), &[Arc::clone(hung)]).wait().tokens, 0);
+        }
+        while w.disk.bad().is_empty() {
+            std::thread::yield_now();
+        }
+        let reports = || w.disk.bad().into_iter().filter(|(slot, _)| *slot == unread.slot).collect::<Vec<_>>();
+        let reads = w.disk.log().len();
+        for n in 1..3 {
+            let result = w.load(&w.kv(1), &[Arc::clone(unread)]).wait();
+            assert_eq!(result.missed(MissCause::TimedOut), 1);
+            assert_eq!(reports(), vec![(unread.slot, MissCause::TimedOut); n], "{drives} drives");
+        }
+        assert_eq!(w.disk.log().len(), reads, "it gets no read");
+        w.disk.let_go();
+        while w.load(&w.kv(1), &[Arc::clone(unread)]).wait().tokens < T {}
+        // A drive that has read since may just be slow.
+        let before = reports();
+        w.disk.pause();
+        let (a, b) = (w.kv(1), w.kv(1));
+        let loads = [w.load(&a, &slots[1..]), w.load(&b, &slots[1..])];
+        loads.iter().for_each(|load| assert_eq!(load.wait().missed(MissCause::TimedOut), 1));
+        assert_eq!(reports(), before, "{drives} drives");
+    }
+}
+
+#[test]
 fn a_load_of_chunks_on_two_drives_reads_from_both() {
     let (w, slots) = two_drives(|o| o.window_bytes = [EXTENT; 2]);
     let to = w.kv(2);
