@@ -6,8 +6,8 @@
 mod engine_world;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use engine_world::{BLOCK, BLOCKS, CHUNK, Kv, World, assert_same, load, matched, prompt, slots, store, tokens};
@@ -17,26 +17,16 @@ use forebay::io::{Fault, Faulty, Op, Request, open_drive};
 use forebay::key::Extra;
 use forebay::log::fsck;
 
-/// The queues of a world, to let go of what hangs in them, as a kernel that gives a request up.
-type Queues = Arc<Mutex<Vec<Arc<Faulty>>>>;
-
 /// Both queues of every drive ask `plan`, with the drive's number.
-fn with_faults(
-    mut w: World,
-    plan: impl Fn(usize, &Request) -> Option<Fault> + Clone + Send + Sync + 'static,
-) -> (World, Queues) {
-    let queues = Queues::default();
-    let made = Arc::clone(&queues);
+fn with_faults(mut w: World, plan: impl Fn(usize, &Request) -> Option<Fault> + Clone + Send + Sync + 'static) -> World {
     w.drives = Some(Arc::new(move |number, _, options| {
         let mut drive = open_drive(options)?;
         let (of_reads, of_writes) = (plan.clone(), plan.clone());
-        let read = Arc::new(Faulty::new(drive.read, move |_, r| of_reads(number, r)));
-        let write = Arc::new(Faulty::new(drive.write, move |_, r| of_writes(number, r)));
-        made.lock().unwrap().extend([Arc::clone(&read), Arc::clone(&write)]);
-        (drive.read, drive.write) = (read, write);
+        drive.read = Arc::new(Faulty::new(drive.read, move |_, r| of_reads(number, r)));
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, r| of_writes(number, r)));
         Ok(drive)
     }));
-    (w, queues)
+    w
 }
 
 /// Which operation fails, of those counted since the start; none at the beginning.
@@ -158,7 +148,7 @@ fn sweep(backend: IoEngine, fault: Fault) {
     let sweep = Arc::new(Sweep::default());
     let make = || {
         let plan = Arc::clone(&sweep);
-        let (mut w, _) = with_faults(World::plain(), move |_, r| plan.hits(r).then_some(fault));
+        let mut w = with_faults(World::plain(), move |_, r| plan.hits(r).then_some(fault));
         w.settings.io_engine = backend;
         w.settings.save_unfull_chunk = false;
         w
@@ -224,8 +214,7 @@ fn conversations() -> Vec<Vec<u32>> {
 fn life(placement: Placement, (dead, fault): (usize, Fault)) -> (usize, Vec<u64>) {
     let dying = Arc::new(AtomicUsize::new(NONE));
     let plan = Arc::clone(&dying);
-    let (mut w, queues) =
-        with_faults(World::plain(), move |drive, _| (drive == plan.load(Ordering::SeqCst)).then_some(fault));
+    let mut w = with_faults(World::plain(), move |drive, _| (drive == plan.load(Ordering::SeqCst)).then_some(fault));
     w.settings.placement = placement;
     w.settings.capacity = Capacity::Bytes(128 << 20);
     let dirs: Vec<PathBuf> = (0..DRIVES).map(|n| w.path().join(format!("drive{n}"))).collect();
@@ -243,7 +232,6 @@ fn life(placement: Placement, (dead, fault): (usize, Fault)) -> (usize, Vec<u64>
         assert_same("conversation", (&from, &map[..loaded]), (&to, &map[..loaded]));
         found += if n < requests.len() / 2 { 0 } else { loaded };
         store(&engine, &p, &from, map);
-        queues.lock().unwrap().iter().for_each(|queue| queue.release());
     }
     let bytes = engine.stats().unwrap().log.drives.iter().map(|d| d.chunks).collect();
     (found, bytes)
