@@ -284,8 +284,11 @@ fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the I/O queue is closed")
 }
 
+/// What a queue answers that the kernel refuses to serve: as of a drive that does not answer, since
+/// no chunk is damaged, and nothing is to be looked for on that drive.
 fn broken(errno: i32) -> Error {
-    Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno))
+    Error::new(ErrorKind::TimedOut, "the I/O queue broke and answers nothing")
+        .source(std::io::Error::from_raw_os_error(errno))
         .advice("see the kernel log, and open the cache again")
 }
 

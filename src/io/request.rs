@@ -81,7 +81,8 @@ pub struct Completion {
 pub struct Rejected {
     /// The request, untouched; its `done` will not be called.
     pub request: Box<Request>,
-    /// `Busy` when the queue is full, `InvalidInput`, `Unsupported`, `Closed` or `Forked`.
+    /// `Busy` when the queue is full, `TimedOut` when it broke, `InvalidInput`, `Unsupported`,
+    /// `Closed` or `Forked`.
     pub error: Error,
 }
 

@@ -89,6 +89,18 @@ fn a_block_that_is_tried_again_waits_for_room_and_lets_others_by() {
 }
 
 #[test]
+fn neither_a_kernel_without_memory_nor_a_broken_queue_says_that_the_bytes_are_bad() {
+    let mut b = Bench::new();
+    let rx = b.admit(Op::Read, 1);
+    let p = b.jobs.next().unwrap();
+    b.end(p.span, Err(libc::ENOMEM));
+    assert_eq!(rx.try_recv().unwrap().result.unwrap_err().kind(), ErrorKind::Internal);
+    let rx = b.admit(Op::Read, 1);
+    b.jobs.abandon(Some(libc::EBADFD)).ended.into_iter().for_each(Ended::deliver);
+    assert_eq!(rx.try_recv().unwrap().result.unwrap_err().kind(), ErrorKind::TimedOut);
+}
+
+#[test]
 fn a_short_block_is_an_error() {
     let mut b = Bench::new();
     let rx = b.admit(Op::Read, 1);
