@@ -270,6 +270,20 @@ fn tiny_staging_carries_everything_and_sheds_what_will_not_wait() {
 }
 
 #[test]
+fn a_close_flushes_also_where_a_store_takes_its_time() {
+    let w = World::plain();
+    let engine = w.open();
+    let (p, never) = (prompt(&engine, CHUNK, 1), prompt(&engine, CHUNK, 2));
+    let (a, map) = (w.kv().filled(1), slots(CHUNK, 1));
+    assert_eq!(store(&engine, &p, &a, map.clone()).stored, 1);
+    // Nobody says that its layers are computed.
+    let store = engine.store(StoreRequest::new(&never, &a.kv, map)).unwrap();
+    engine.close(Instant::now() + Duration::from_secs(16)).unwrap();
+    assert_eq!(store.wait().shed(ShedCause::Closed), 1);
+    assert_eq!(matched(&w.open(), &p), CHUNK);
+}
+
+#[test]
 fn dropped_and_cancelled_loads_write_nothing_more() {
     let w = World::plain();
     let engine = w.open();

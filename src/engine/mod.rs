@@ -3,7 +3,8 @@
 //! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the
 //! log, bytes through the pipeline. The calls of the forward path ([`Engine::lookup`],
 //! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive;
-//! only a load with `enable_async_loading` off waits.
+//! only a load with `enable_async_loading` off waits, and the first call after another process has
+//! made a lane, which reads that lane's superblock, without a time-out.
 //!
 //! Invariants:
 //! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss,
@@ -12,7 +13,8 @@
 //! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an
 //!   operator's command that failed.
 //! - A forked child gets [`crate::ErrorKind::Forked`] from every call that returns a [`Result`], and
-//!   nothing from others. When it drops the engine, nothing of the parent's is touched.
+//!   nothing from others. When it drops the engine, nothing of the parent's is touched. It must not
+//!   wait for the parent's loads, stores and prefetches: for it they never end.
 //!
 //! The files:
 //! - `open`: from settings to staging and an open log.
@@ -260,8 +262,8 @@ impl Engine {
         Prompt::from_keys(names, self.inner.geometry.chunk_tokens)
     }
 
-    /// Takes no more calls, waits until `deadline` for loads and stores under way, flushes and
-    /// gives the cache up.
+    /// Takes no more calls, waits for loads and stores under way, flushes and gives the cache up, all
+    /// of it until `deadline`.
     ///
     /// # Errors
     /// [`crate::ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost),
@@ -269,7 +271,11 @@ impl Engine {
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = self.check()?;
         inner.opening.stop_trying();
-        inner.pipeline.close(deadline);
+        // A read that hangs, or a store that nobody ends, takes all of its time. The drives get the
+        // rest, as a flush may take as long as an I/O.
+        let time = deadline.saturating_duration_since(Instant::now());
+        let rest = inner.options.settings.io_timeout().min(time / 2);
+        inner.pipeline.close(deadline.checked_sub(rest).unwrap_or(deadline));
         inner.close_remote(deadline);
         inner.opening.close(deadline)
     }
