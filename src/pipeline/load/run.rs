@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::LoadInner;
 use super::pump::ReadShare;
-use super::state::{LoadState, ReadStep};
+use super::state::{FrameNews, LoadState, ReadStep};
 use crate::device::{CopyJob, CopyOutcome, KvDirection, Part};
 use crate::error::Result;
 use crate::io::{Buf, Completion, Request, copy_buf};
@@ -397,7 +397,7 @@ impl LoadInner {
     }
 
     fn update_by(self: &Arc<Self>, change: &mut dyn FnMut(&mut LoadState)) {
-        let (wakers, moved, finished, wipes, frames) = {
+        let (wakers, moved, finished, wipes, (frames, news)) = {
             let mut state = self.state.lock();
             let before = state.finished;
             change(&mut state);
@@ -410,22 +410,26 @@ impl LoadInner {
             }
             let layer = if moved { state.waker.take() } else { None };
             let end = if finished { state.end_waker.take() } else { None };
-            ([layer, end], moved, finished, state.take_wipes(), state.take_frames())
+            ([layer, end], moved, finished, state.take_wipes(), (state.take_frames(), state.take_news()))
         };
         drop(frames);
         let to_wipe = wipes.len();
         if to_wipe > 0 && !self.pump.wipe(self, wipes) {
             self.update_by(&mut |state| state.wiped(to_wipe));
         }
-        if !moved {
-            return;
+        if moved {
+            self.changed.notify_all();
+            wakers.into_iter().flatten().for_each(Waker::wake);
         }
-        self.changed.notify_all();
-        wakers.into_iter().flatten().for_each(Waker::wake);
         if finished {
             let chunks = std::mem::take(&mut *self.chunks.lock());
             drop(chunks);
             self.pump.finished(self);
+        }
+        let to_tell = news.len();
+        if to_tell > 0 {
+            news.into_iter().for_each(FrameNews::tell);
+            self.update_by(&mut |state| state.told(to_tell));
         }
     }
 }

@@ -20,6 +20,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -49,9 +50,37 @@ pub(super) enum ChunkMemory {
     /// In the memory tier.
     Hit(Hit),
     /// It was, and some of it was damaged. What came of it before is still judged by its CRCs.
-    Damaged(Hit),
+    Damaged(Arc<Hit>),
     /// It has a frame, into which it is read.
     Filling(Filling),
+}
+
+impl ChunkMemory {
+    fn hit(&self) -> Option<&Hit> {
+        match self {
+            Self::Hit(hit) => Some(hit),
+            Self::Damaged(hit) => Some(hit),
+            Self::Not | Self::Filling(_) => None,
+        }
+    }
+}
+
+/// What the owner of the frames is to be told, without the load's lock, as it may be another
+/// process.
+pub(super) enum FrameNews {
+    /// The frame has the whole chunk, whose extents have these CRCs.
+    Full(Filling, Vec<u32>),
+    /// It is damaged.
+    Bad(Arc<Hit>),
+}
+
+impl FrameNews {
+    pub(super) fn tell(self) {
+        match self {
+            Self::Full(filling, crcs) => filling.publish(&crcs),
+            Self::Bad(hit) => hit.report_bad(),
+        }
+    }
 }
 
 /// One read, and what is to be done with it.
@@ -128,6 +157,10 @@ pub(super) struct LoadState {
     wipes: Vec<(usize, Vec<usize>)>,
     /// How many these are and those whose wiping is under way.
     wiping: usize,
+    /// What was not told yet of frames, and how much of it and of what is being told there is: the
+    /// load finishes after that.
+    news: Vec<FrameNews>,
+    telling: usize,
     /// No worker can write to the caller's memory any more.
     pub(super) sealed: bool,
     pub(super) cancelled: bool,
@@ -199,6 +232,8 @@ impl LoadState {
             reported: false,
             wipes: Vec::new(),
             wiping: 0,
+            news: Vec::new(),
+            telling: 0,
             sealed: false,
             cancelled: false,
             groups,
@@ -330,17 +365,31 @@ impl LoadState {
     }
 
     /// The CRCs of so many more layers in the chunk's frame have come; once all layers have
-    /// verified, the chunk is published in the memory tier.
+    /// verified, the chunk is to be published in the memory tier.
     pub(super) fn framed(&mut self, chunk: usize, layers: usize) {
         let Some(state) = self.chunks.get_mut(chunk) else { return };
         state.framed += layers;
         if state.missing_count > 0 || state.framed != state.wanted.len() {
             return;
         }
-        if let (ChunkMemory::Filling(fill), Some(crcs)) = (&state.memory, &state.expected) {
-            fill.publish(crcs);
-            state.memory = ChunkMemory::Not;
+        let Some(crcs) = &state.expected else { return };
+        match std::mem::take(&mut state.memory) {
+            ChunkMemory::Filling(filling) => {
+                self.news.push(FrameNews::Full(filling, crcs.clone()));
+                self.telling += 1;
+            }
+            before => state.memory = before,
         }
+    }
+
+    /// Takes what is to be told of frames; the caller calls [`LoadState::told`] when that is done.
+    pub(super) fn take_news(&mut self) -> Vec<FrameNews> {
+        std::mem::take(&mut self.news)
+    }
+
+    /// So much of [`LoadState::take_news`] is told.
+    pub(super) fn told(&mut self, count: usize) {
+        self.telling -= count;
     }
 
     /// Layers of a chunk came from the memory tier and have these CRCs. Damaged ones are read from
@@ -350,8 +399,8 @@ impl LoadState {
         let mut bad = Vec::new();
         for (layer, crc) in extents {
             let Some(state) = self.chunks.get(chunk) else { return };
-            match &state.memory {
-                ChunkMemory::Hit(hit) | ChunkMemory::Damaged(hit) if hit.crc(layer) == Some(crc) => {
+            match state.memory.hit() {
+                Some(hit) if hit.crc(layer) == Some(crc) => {
                     hit.loaded(state.layout.extents.get(layer).map_or(0, |e| u64::from(e.payload)));
                     self.verified_layer(chunk, layer, alive);
                 }
@@ -382,9 +431,7 @@ impl LoadState {
     /// them: what was computed from them is wrong. The chunk on the drive is good; only the frame
     /// goes.
     fn used_damaged(&mut self, chunk: usize, layers: Vec<usize>) {
-        if let Some(ChunkMemory::Hit(hit) | ChunkMemory::Damaged(hit)) = self.chunks.get(chunk).map(|c| &c.memory) {
-            hit.report_bad();
-        }
+        self.drop_frame(chunk);
         self.wipe(chunk, layers);
         self.fail(chunk, MissCause::Corrupt);
     }
@@ -392,19 +439,32 @@ impl LoadState {
     /// No more of a chunk is taken from the memory tier; its `dirty` layers are read from the
     /// drive.
     fn not_in_memory(&mut self, chunk: usize, dirty: Vec<usize>) {
+        let is_new = self.drop_frame(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return };
-        match std::mem::take(&mut state.memory) {
-            ChunkMemory::Hit(hit) => {
-                hit.report_bad();
-                state.memory = ChunkMemory::Damaged(hit);
-                self.again.extend(ReadStep::new(state, chunk, 0..0, true));
-            }
-            before => state.memory = before,
+        if is_new {
+            self.again.extend(ReadStep::new(state, chunk, 0..0, true));
         }
         for &layer in &dirty {
             self.again.extend(ReadStep::new(state, chunk, layer..layer + 1, false));
         }
         state.dirty.extend(dirty);
+    }
+
+    /// The frame of a chunk is damaged; whether that is new.
+    fn drop_frame(&mut self, chunk: usize) -> bool {
+        let Some(state) = self.chunks.get_mut(chunk) else { return false };
+        let before = std::mem::take(&mut state.memory);
+        let is_new = matches!(before, ChunkMemory::Hit(_));
+        state.memory = match before {
+            ChunkMemory::Hit(hit) => {
+                let hit = Arc::new(hit);
+                self.news.push(FrameNews::Bad(Arc::clone(&hit)));
+                self.telling += 1;
+                ChunkMemory::Damaged(hit)
+            }
+            before => before,
+        };
+        is_new
     }
 
     /// All frames, once the load has finished: to be dropped outside of its lock, as another
@@ -667,7 +727,7 @@ impl LoadState {
         while open(self.ready) == Some(0) {
             self.ready += 1;
         }
-        if self.ready == self.remaining.len() && self.remaining.iter().all(|&left| left == 0) {
+        if self.telling == 0 && self.ready == self.remaining.len() && self.remaining.iter().all(|&left| left == 0) {
             self.finished = true;
             self.result.failed_blocks.sort_unstable();
             self.result.failed_blocks.dedup();
@@ -728,5 +788,106 @@ impl LoadChunkState {
             framed: 0,
             dirty: Vec::new(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cmp::Reverse;
+
+    use super::*;
+    use crate::device::{HugePages, PagedKv, StagingOptions};
+    use crate::error::Result;
+    use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
+    use crate::io::{Done, Rejected, Request};
+    use crate::key::ChunkKey;
+    use crate::paged::{ChunkPlan, ChunkPlans, KvLayout, KvShape, Packing, PagedLayout};
+    use crate::pipeline::ChunkSource;
+    use crate::tier::{FrameId, MemoryTier, PutId, Rank};
+
+    struct Slot(SlotLayout);
+
+    impl ChunkSource for Slot {
+        fn layout(&self) -> &SlotLayout {
+            &self.0
+        }
+
+        fn request(&self, _: u64, _: Buf, _: Done) -> Request {
+            unreachable!("nothing is read")
+        }
+
+        fn drive(&self) -> usize {
+            0
+        }
+
+        fn submit(&self, _: Request) -> std::result::Result<(), Rejected> {
+            unreachable!("nothing is read")
+        }
+
+        fn check_header(&self, _: &[u8]) -> Result<Vec<u32>> {
+            unreachable!("nothing is read")
+        }
+
+        fn report_bad(&self, cause: MissCause) -> MissCause {
+            cause
+        }
+    }
+
+    /// A load of one chunk of two layers, which lies in memory as `memory` says.
+    fn one_chunk(memory: ChunkMemory) -> LoadState {
+        let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
+        let geometry = Geometry::new("m", DType::named("bf16").unwrap(), layers, 16).unwrap();
+        let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Split, block_tokens: 16, num_blocks: 1 };
+        let (kv, _) = PagedKv::alloc_zeroed(PagedLayout::per_layer(&geometry.layers, shape).unwrap()).unwrap();
+        let plan = ChunkPlan::new(&(0..16).collect::<Vec<i64>>(), None, 16, 1).unwrap();
+        let chunk = LoadChunk {
+            source: Arc::new(Slot(SlotLayout::of_chunk(&geometry, 16))),
+            tokens: 16,
+            covers: 16,
+            plans: ChunkPlans::new(vec![Arc::new(plan)], Arc::default()),
+        };
+        let spec = LoadSpec {
+            kv,
+            chunks: vec![chunk],
+            layerwise: true,
+            base_tokens: 0,
+            absent: None,
+            after: Vec::new(),
+            timeout: None,
+        };
+        LoadState::new(&spec, std::iter::once(0..2).collect(), false, (vec![memory], MEMORY_AHEAD))
+    }
+
+    #[test]
+    fn the_owner_of_frames_is_told_of_them_without_the_lock_and_before_the_load_is_over() {
+        let bytes = 64 << 10;
+        let options = StagingOptions { bytes, slot_bytes: bytes, hugepages: HugePages::Off, numa: None };
+        let tier = MemoryTier::new(&options).unwrap();
+        let rank = Rank { turn: 0, depth: Reverse(0) };
+        let id = FrameId { key: ChunkKey([1; 32]), put: PutId { drive: 0, sequence: 1 } };
+        let mut state = one_chunk(ChunkMemory::Filling(tier.reserve(id, bytes as u64, rank).unwrap()));
+        let mut step = state.next_step().unwrap();
+        assert!(state.frame_part(&mut step).is_some() && state.begin_scatter(&step));
+        assert!(state.header_came(0, vec![1, 2]) && state.extent_came(0, 0, 1) && state.extent_came(0, 1, 2));
+        state.framed(0, 2);
+        state.end_scatter(&step);
+        assert!(state.publish() && state.layer(1).is_some() && !state.finished);
+        let news = state.take_news();
+        assert!(news.len() == 1 && tier.hold(id, rank).is_none());
+        news.into_iter().for_each(FrameNews::tell);
+        state.told(1);
+        assert!(state.publish() && state.finished);
+        drop(state.take_frames());
+
+        let mut state = one_chunk(ChunkMemory::Hit(tier.get(id, rank).unwrap()));
+        let (step, frame) = state.next_in_memory().unwrap();
+        drop(frame);
+        assert!(state.begin_scatter(&step));
+        state.came_from_memory(0, [(0, 1), (1, 3)].into_iter());
+        state.end_scatter(&step);
+        let news = state.take_news();
+        assert!(news.len() == 1 && tier.hold(id, rank).is_some());
+        news.into_iter().for_each(FrameNews::tell);
+        assert!(tier.hold(id, rank).is_none());
     }
 }

@@ -10,7 +10,7 @@
 //!   would wait for it between its steps. What must be decided in the order of the calls is decided
 //!   there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
@@ -78,6 +78,9 @@ struct PumpShared {
     /// Drives to which stores wait to write, for want of staging, and since when nothing has moved
     /// there: neither was a gather submitted, nor has a write ended well.
     starved: BTreeMap<usize, Instant>,
+    /// Drives of which a write has timed out while its memory was with the drive, and none has ended
+    /// well since.
+    hanging: BTreeSet<usize>,
     closed: bool,
 }
 
@@ -109,6 +112,7 @@ impl StorePump {
                 retries: Vec::new(),
                 dirty: false,
                 starved: BTreeMap::new(),
+                hanging: BTreeSet::new(),
                 closed: false,
             }),
             changed: Condvar::new(),
@@ -322,6 +326,22 @@ impl StorePump {
         }
     }
 
+    /// A write to `drive` has ended well.
+    pub(super) fn written(&self, drive: usize) {
+        self.shared.lock().hanging.remove(&drive);
+        self.moved(drive);
+    }
+
+    /// A write to `drive` has timed out, and its memory is still the drive's.
+    pub(super) fn hangs(&self, drive: usize) {
+        self.shared.lock().hanging.insert(drive);
+    }
+
+    /// Whether writes to a drive hang, and none has ended well since.
+    pub(super) fn is_hanging(&self, drive: usize) -> bool {
+        self.shared.lock().hanging.contains(&drive)
+    }
+
     pub(super) fn retry_later(&self, retry: Retry) {
         let mut shared = self.shared.lock();
         // A closed pump's thread ends when all chunks are over: nobody would take this one again.
@@ -432,15 +452,17 @@ impl StorePump {
         }
     }
 
-    /// Sheds what waits for staging, of stores whose patience is over.
+    /// Sheds what waits for staging, of stores whose patience is over. Where writes that hang keep
+    /// it, the log is told, once for a store: no further write would tell that the drive still
+    /// hangs.
     fn shed_without_staging(&self, stores: &[Arc<StoreInner>], starved: &[usize]) {
-        let since = {
+        let (since, hanging) = {
             let mut shared = self.shared.lock();
             shared.starved.retain(|drive, _| starved.contains(drive));
             for drive in starved {
                 shared.starved.entry(*drive).or_insert_with(Instant::now);
             }
-            shared.starved.clone()
+            (shared.starved.clone(), &shared.hanging & &starved.iter().copied().collect())
         };
         if since.is_empty() {
             return;
@@ -448,6 +470,7 @@ impl StorePump {
         for store in stores {
             let waiting = starved_since(store, &since);
             if waiting.is_some_and(|since| since.elapsed() >= self.patience(store.backpressure)) {
+                store.fail_unwritten(&hanging);
                 store.update(|state| state.shed_ungathered(ShedCause::StagingFull));
                 // Those behind it may get on now.
                 self.notify();

@@ -1,6 +1,7 @@
 //! What happens to one step of a store: gather on a worker, write, commit.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -8,8 +9,8 @@ use std::time::Instant;
 use super::StoreInner;
 use super::state::{NextStep, StoreStep};
 use crate::device::{CopyJob, CopyOutcome, KvDirection};
-use crate::error::{ErrorKind, Result};
-use crate::io::{Buf, Completion, MemorySpace, Rejected, Request, copy_buf};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{AlignedBuf, Buf, Completion, IO_ALIGN, MemorySpace, Rejected, Request, copy_buf};
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::seam::{Begun, ChunkSink};
 use crate::tier::{Filling, Rank};
@@ -160,7 +161,8 @@ impl StoreInner {
     }
 
     /// Submits a write, and gives it back where the queue is full: it is to be submitted again until
-    /// the time-out. What hangs at the drive keeps its place in the queue.
+    /// the time-out. What hangs at the drive keeps its place in the queue. A write that is not taken
+    /// ends like one that failed, so that the log hears of the drive.
     fn write(
         self: &Arc<Self>,
         step: StoreStep,
@@ -173,13 +175,28 @@ impl StoreInner {
         if error.kind() == ErrorKind::Busy && since.elapsed() < self.pump.io_timeout() {
             return Some(Retry { store: Arc::clone(self), step, sink, request, since });
         }
-        drop(request);
-        self.update(|state| state.not_written(&step, ShedCause::of(&error)));
-        self.pump.notify();
+        let hangs = error.kind() == ErrorKind::Busy && self.pump.is_hanging(step.drive);
+        let error = if hangs { hanging() } else { error };
+        Rejected { request, error }.answer();
         None
     }
 
+    /// Fails the put of a chunk that waits for staging for one of these drives, as a write that
+    /// times out would.
+    pub(super) fn fail_unwritten(&self, drives: &BTreeSet<usize>) {
+        let sink = self.state.lock().waiting_sink(drives);
+        if let Some(sink) = sink
+            && let Ok(buf) = AlignedBuf::zeroed(IO_ALIGN)
+        {
+            let request = Box::new(sink.request(0, buf.into(), Box::new(|_| ())));
+            Rejected { request, error: hanging() }.answer();
+        }
+    }
+
     fn write_done(&self, step: &StoreStep, Completion { result, buf, .. }: Completion) {
+        if result.is_err() && buf.is_none() {
+            self.pump.hangs(step.drive);
+        }
         // Before it is counted: after the last write the frame is published, which it can be only
         // once no part of it is held.
         drop(buf);
@@ -191,7 +208,7 @@ impl StoreInner {
             }
         });
         if result.is_ok() {
-            self.pump.moved(step.drive);
+            self.pump.written(step.drive);
         }
         self.pump.notify();
     }
@@ -212,6 +229,10 @@ impl StoreInner {
             let done = move |result: Result<bool>| {
                 if let Err(e) = &result {
                     tracing::debug!(chunk, error = %e, "a commit failed");
+                }
+                let is_stored = matches!(result, Ok(true));
+                if let Some((frame, crcs)) = is_stored.then(|| store.state.lock().take_frame(chunk)).flatten() {
+                    frame.publish(&crcs);
                 }
                 store.update(|state| state.committed(chunk, result.map_err(|e| ShedCause::of(&e))));
                 store.pump.notify();
@@ -267,6 +288,10 @@ impl StoreInner {
             self.pump.finished(self);
         }
     }
+}
+
+fn hanging() -> Error {
+    Error::new(ErrorKind::TimedOut, "writes to the drive hang and keep it from taking more")
 }
 
 impl Retry {

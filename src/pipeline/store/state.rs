@@ -13,6 +13,7 @@
 //!   that some layers are gathered: it may have changed them since. Gathers of the first attempt
 //!   count like those of a chunk that is over.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
@@ -116,6 +117,9 @@ pub(super) struct StoreState {
     group_bytes: usize,
     /// Payload bytes that were not gathered yet.
     ungathered: u64,
+    /// Frames that are not needed any more. They are dropped without the lock, as another process
+    /// that owns them is told so.
+    unused: Vec<Filling>,
     result: StoreResult,
     pub(super) finished: bool,
     pub(super) waker: Option<Waker>,
@@ -141,6 +145,7 @@ impl StoreState {
             cursor: 0,
             group_bytes,
             ungathered: 0,
+            unused: Vec::new(),
             result: StoreResult::default(),
             finished: false,
             waker: None,
@@ -272,9 +277,21 @@ impl StoreState {
 
     /// The drives of gathers that could be submitted if there were staging for them.
     pub(super) fn wanting(&self) -> impl Iterator<Item = usize> {
+        self.waiting().map(|sink| sink.drive())
+    }
+
+    /// The slot of such a gather, on one of `drives`.
+    pub(super) fn waiting_sink(&self, drives: &BTreeSet<usize>) -> Option<Arc<dyn ChunkSink>> {
+        self.waiting().find(|sink| drives.contains(&sink.drive())).cloned()
+    }
+
+    fn waiting(&self) -> impl Iterator<Item = &Arc<dyn ChunkSink>> {
         let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
         let all = self.chunks.iter().enumerate().filter(|_| !self.finished);
-        all.filter_map(move |(i, c)| Some(c.peek(i, ready, forced, group_bytes)?.drive))
+        all.filter_map(move |(i, chunk)| match &chunk.phase {
+            StorePhase::Open(sink) if chunk.peek(i, ready, forced, group_bytes).is_some() => Some(sink),
+            _ => None,
+        })
     }
 
     /// Takes back a gather that could not be submitted.
@@ -303,10 +320,13 @@ impl StoreState {
                 }
             }
             Begun::Open(sink) => {
-                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
-                    c.layout = sink.layout().clone();
-                    c.phase = StorePhase::Open(sink);
-                    c.frame = frame;
+                match self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
+                    Some(c) => {
+                        c.layout = sink.layout().clone();
+                        c.phase = StorePhase::Open(sink);
+                        c.frame = frame;
+                    }
+                    None => self.unused.extend(frame),
                 }
             }
             Begun::AlreadyThere => {
@@ -442,7 +462,8 @@ impl StoreState {
             *awaited = true;
         }
         (chunk.next, chunk.gathering, chunk.queued, chunk.written) = (0, 0, 0, 0);
-        (chunk.frame, chunk.framed) = (None, 0);
+        self.unused.extend(chunk.frame.take());
+        chunk.framed = 0;
         chunk.attempt += 1;
         self.ungathered += chunk.ungathered_bytes();
         Some(sink)
@@ -500,6 +521,14 @@ impl StoreState {
         complete
     }
 
+    /// The frame of a chunk that was committed, and the CRCs of its extents, where all of them lie in
+    /// it: to be published without the lock, before [`Self::committed`].
+    pub(super) fn take_frame(&mut self, chunk: usize) -> Option<(Filling, Vec<u32>)> {
+        let c = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Committing))?;
+        let frame = c.frame.take_if(|_| c.framed == c.crcs.len())?;
+        Some((frame, std::mem::take(&mut c.crcs)))
+    }
+
     /// A commit is over; `false` where another process was quicker.
     pub(super) fn committed(&mut self, chunk: usize, result: Result<bool, ShedCause>) {
         if !self.is_living(chunk) {
@@ -512,9 +541,6 @@ impl StoreState {
             }
             Ok(true) => {
                 if let Some(c) = self.chunks.get(chunk) {
-                    if let Some(frame) = c.frame.as_ref().filter(|_| c.framed == c.crcs.len()) {
-                        frame.publish(&c.crcs);
-                    }
                     self.result.stored += 1;
                     self.result.tokens += c.tokens as usize;
                     self.result.bytes += c.layout.payload();
@@ -579,7 +605,7 @@ impl StoreState {
     fn over(&mut self, chunk: usize) {
         let Some(c) = self.chunks.get_mut(chunk) else { return };
         c.phase = StorePhase::Over;
-        c.frame = None;
+        self.unused.extend(c.frame.take());
         self.busy_over += c.gathering;
         self.ungathered -= c.ungathered_bytes();
         for (left, &done) in self.left.iter_mut().zip(&c.gathered) {
@@ -597,11 +623,12 @@ impl StoreState {
         self.finished = self.living == 0;
     }
 
-    /// What is not needed any more of a store that is over, to be dropped without the lock: plans,
-    /// CRCs, sinks.
+    /// What is not needed any more, to be dropped without the lock: frames, and of a store that is
+    /// over plans, CRCs, sinks.
     pub(super) fn take_leftovers(&mut self) -> impl Sized + use<> {
         let is_idle = self.finished && self.busy_over == 0 && self.queued == 0;
-        is_idle.then(|| (std::mem::take(&mut self.chunks), std::mem::take(&mut self.computed)))
+        let all = is_idle.then(|| (std::mem::take(&mut self.chunks), std::mem::take(&mut self.computed)));
+        (std::mem::take(&mut self.unused), all)
     }
 
     /// Whether nothing is left to do but to wait for commits.
@@ -669,10 +696,15 @@ impl StoreChunkState {
 
 #[cfg(test)]
 mod tests {
+    use std::cmp::Reverse;
+
     use super::*;
+    use crate::device::{HugePages, StagingOptions};
     use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
     use crate::io::{Done, Rejected, Request};
+    use crate::key::ChunkKey;
     use crate::pipeline::StorePlan;
+    use crate::tier::{FrameId, MemoryTier, PutId, Rank};
 
     struct Slot(SlotLayout);
 
@@ -698,18 +730,62 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_gather_that_finds_no_staging_when_its_chunk_is_given_up_is_not_waited_for() {
+    /// A store of one chunk of two layers, all of which are computed, and its slot.
+    fn one_chunk() -> (StoreState, Arc<dyn ChunkSink>) {
         let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
         let geometry = Geometry::new("m", DType::named("bf16").unwrap(), layers, 16).unwrap();
         let layout = SlotLayout::of_chunk(&geometry, 16);
         let sink: Arc<dyn ChunkSink> = Arc::new(Slot(layout.clone()));
-        let begin: BeginPut = Box::new(move || Begun::Open(sink));
+        let opened = Arc::clone(&sink);
+        let begin: BeginPut = Box::new(move || Begun::Open(opened));
         let plans = ChunkPlans::new(Vec::new(), Arc::default());
         let chunk = StoreChunk { layout, tokens: 16, plans, begin };
         let mut state = StoreState::new(1, 2, 1 << 20);
         state.plan(StorePlan { chunks: vec![chunk], ..StorePlan::default() });
         state.announce_all(None);
+        (state, sink)
+    }
+
+    #[test]
+    fn frames_are_neither_published_nor_given_back_under_the_lock() {
+        let bytes = 64 << 10;
+        let options = StagingOptions { bytes, slot_bytes: bytes, hugepages: HugePages::Off, numa: None };
+        let tier = MemoryTier::new(&options).unwrap();
+        let rank = Rank { turn: 0, depth: Reverse(0) };
+        let id = FrameId { key: ChunkKey([1; 32]), put: PutId { drive: 0, sequence: 1 } };
+        let used = |tier: &MemoryTier| tier.stats().used_bytes > 0;
+        for is_late in [true, false] {
+            let (mut state, sink) = one_chunk();
+            let NextStep::Begin(at, _) = state.next(true, &[]) else { panic!("its slot is to be opened") };
+            if is_late {
+                state.shed(at, ShedCause::Closed);
+            }
+            assert!(state.begun(at, Begun::Open(sink), tier.reserve(id, bytes as u64, rank)));
+            state.shed(at, ShedCause::Closed);
+            assert!(used(&tier));
+            drop(state.take_leftovers());
+            assert!(!used(&tier));
+        }
+        let (mut state, sink) = one_chunk();
+        let NextStep::Begin(at, _) = state.next(true, &[]) else { panic!("its slot is to be opened") };
+        assert!(state.begun(at, Begun::Open(sink), tier.reserve(id, bytes as u64, rank)));
+        let NextStep::Gather(step, Some(part)) = state.next(true, &[]) else { panic!("it is to be gathered") };
+        state.gathered_into(&step, &part);
+        assert!(state.submit(&step).is_some() && state.gathered(&step, Ok(&[1, 2])).is_some());
+        drop(part);
+        state.written(&step);
+        assert_eq!(state.take_complete().len(), 1);
+        let (frame, crcs) = state.take_frame(at).unwrap();
+        state.committed(at, Ok(true));
+        drop(state.take_leftovers());
+        assert!(state.finished && tier.get(id, rank).is_none());
+        frame.publish(&crcs);
+        assert_eq!(tier.get(id, rank).unwrap().crc(1), Some(2));
+    }
+
+    #[test]
+    fn a_gather_that_finds_no_staging_when_its_chunk_is_given_up_is_not_waited_for() {
+        let (mut state, _) = one_chunk();
         let NextStep::Begin(at, begin) = state.next(true, &[]) else { panic!("its slot is to be opened") };
         assert!(state.begun(at, begin(), None));
         let NextStep::Gather(step, _) = state.next(true, &[]) else { panic!("it is to be gathered") };

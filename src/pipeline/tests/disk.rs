@@ -50,6 +50,10 @@ struct Inside {
     /// A slot of which every transfer is refused as busy.
     busy_slot: Option<usize>,
     refused: Vec<Seen>,
+    /// Every transfer is refused with this error.
+    broken: Option<ErrorKind>,
+    /// Writes that failed, and those that were given up before they were taken.
+    failed: Vec<(usize, ErrorKind)>,
     log: Vec<Seen>,
     hanging: Vec<Buf>,
     bad: Vec<(usize, MissCause)>,
@@ -140,6 +144,16 @@ impl Disk {
     /// Refuses every transfer of a slot as busy.
     pub(super) fn refuse(&self, slot: usize) {
         self.inside.lock().busy_slot = Some(slot);
+    }
+
+    /// From now on refuses every transfer with an error of this kind.
+    pub(super) fn break_off(&self, kind: ErrorKind) {
+        self.inside.lock().broken = Some(kind);
+    }
+
+    /// The writes of a slot that failed, and those that were given up before they were taken.
+    pub(super) fn failed(&self, slot: usize) -> Vec<ErrorKind> {
+        self.inside.lock().failed.iter().filter(|(of, _)| *of == slot).map(|(_, kind)| *kind).collect()
     }
 
     /// From now on commits do not end before [`Disk::end_commits`].
@@ -248,6 +262,9 @@ impl Disk {
     fn submit(&self, slot: usize, request: Request) -> Result<(), Rejected> {
         let mut inside = self.inside.lock();
         let seen = Seen { slot, offset: request.offset, write: request.op == Op::Write };
+        if let Some(kind) = inside.broken {
+            return Err(Rejected { request: Box::new(request), error: Error::new(kind, "injected") });
+        }
         if inside.busy > 0 || inside.busy_slot == Some(slot) {
             inside.busy = inside.busy.saturating_sub(1);
             inside.refused.push(seen);
@@ -320,7 +337,14 @@ impl ChunkSink for Slot {
     }
 
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
-        Request::write(no_file(), offset, buf, done)
+        let (disk, slot) = (Arc::clone(&self.disk), self.slot);
+        let ended = move |completion: Completion| {
+            if let Err(e) = &completion.result {
+                disk.inside.lock().failed.push((slot, e.kind()));
+            }
+            done(completion);
+        };
+        Request::write(no_file(), offset, buf, ended)
     }
 
     fn drive(&self) -> usize {

@@ -418,6 +418,61 @@ fn a_drive_that_hangs_takes_no_staging_from_stores_to_another() {
 }
 
 #[test]
+fn a_drive_that_hangs_is_reported_also_when_it_gets_no_write_any_more() {
+    // Of one drive what hangs takes all staging, of several its share.
+    for (drives, hanging) in [(1, 4), (2, 2)] {
+        let w = World::with(4, 4, |o| o.drives = drives);
+        let (slots, kv) = (w.slots(3), w.kv(1).filled(15));
+        let store = |at: usize, patience| {
+            let mut spec = w.store_spec(&kv, &slots[at..=at]);
+            spec.backpressure = Backpressure::Shed { patience };
+            let store = w.store(spec);
+            store.all_layers();
+            store.wait()
+        };
+        w.disk.fate(slots[0].slot, Fate::Hang);
+        while w.disk.hanging() < hanging {
+            assert_eq!(store(0, Duration::from_secs(5)).stored, 0);
+        }
+        for n in 1..3 {
+            assert_eq!(store(1, Duration::ZERO).shed(ShedCause::StagingFull), 1);
+            assert_eq!(w.disk.failed(slots[1].slot), vec![ErrorKind::TimedOut; n], "{drives} drives");
+        }
+        assert!(w.disk.log().iter().all(|seen| seen.slot != slots[1].slot), "it gets no write");
+        w.disk.let_go();
+        while store(1, Duration::from_secs(5)).stored == 0 {}
+        // A drive that has written since may just be slow.
+        let before = w.disk.failed(slots[1].slot);
+        w.disk.pause();
+        let late = w.store(w.store_spec(&kv, &slots[2..]));
+        late.all_layers();
+        w.disk.wait_held(hanging);
+        assert_eq!(store(1, Duration::ZERO).shed(ShedCause::StagingFull), 1);
+        assert_eq!(w.disk.failed(slots[1].slot), before, "{drives} drives");
+    }
+}
+
+#[test]
+fn writes_that_a_drive_does_not_take_fail_their_put() {
+    let w = World::with(4, 16, |o| o.io_timeout = Duration::from_millis(100));
+    let (slots, kv) = (w.slots(3), w.kv(1).filled(15));
+    let store = |at: usize| {
+        let store = w.store(w.store_spec(&kv, &slots[at..=at]));
+        store.all_layers();
+        store.wait()
+    };
+    w.disk.fate(slots[0].slot, Fate::Hang);
+    assert_eq!(store(0).shed(ShedCause::TimedOut), 1);
+    // As where all places of the queue are taken by what hangs.
+    w.disk.refuse(slots[1].slot);
+    assert_eq!(store(1).shed(ShedCause::TimedOut), 1);
+    assert_eq!(w.disk.failed(slots[1].slot).first(), Some(&ErrorKind::TimedOut));
+    w.disk.break_off(ErrorKind::TimedOut);
+    assert_eq!(store(2).shed(ShedCause::TimedOut), 1);
+    assert_eq!(w.disk.failed(slots[2].slot).first(), Some(&ErrorKind::TimedOut));
+}
+
+#[test]
 fn of_a_store_to_two_drives_the_one_that_hangs_is_given_up_and_layers_for_the_other_go_on() {
     let w = World::with(4, 2, |o| o.drives = 2);
     let (slots, kv) = (w.slots(3), w.kv(3).filled(16));
