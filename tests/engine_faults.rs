@@ -13,7 +13,7 @@ use forebay::config::Capacity;
 use forebay::engine::{
     Backpressure, Engine, LoadRequest, LoadTimeout, MissCause, ShedCause, StagingStats, StoreRequest,
 };
-use forebay::io::{Fault, Op};
+use forebay::io::{Fault, Op, Request};
 
 /// Waits until nothing is in flight any more.
 fn wait_for_staging(engine: &Engine) {
@@ -144,6 +144,58 @@ fn a_load_with_a_deadline_ends_with_a_miss() {
     let result = engine.load(request).unwrap().wait();
     assert_eq!((result.tokens, result.missed(MissCause::TimedOut)), (0, 1));
     assert!(b.everything().iter().all(|&x| x == 0));
+}
+
+#[test]
+fn a_drive_whose_hung_requests_have_all_staging_is_left_alone() {
+    for op in [Op::Read, Op::Write] {
+        let armed = Arc::new(AtomicBool::new(false));
+        let switch = Arc::clone(&armed);
+        let plan =
+            move |_, r: &Request| (r.op == op && r.len > 4096 && switch.load(Ordering::SeqCst)).then_some(Fault::Hang);
+        let w = World::plain();
+        let mut w = if op == Op::Read { w.with_read_faults(plan) } else { w.with_write_faults(plan) };
+        // A chunk is one request, and a drive is left alone for longer than this test runs.
+        w.settings.use_layerwise = false.into();
+        w.settings.io_timeout_ms = 3_600_000;
+        let engine = w.open();
+        let (a, b, map) = (w.kv().filled(1), w.kv(), slots(CHUNK, 1));
+        let p = prompt(&engine, CHUNK, 0);
+        assert_eq!(store(&engine, &p, &a, map.clone()).stored, 1);
+        let mut seed = 0;
+        let mut ends_well = |patience| {
+            seed += 1;
+            if op == Op::Read {
+                let mut request = LoadRequest::new(&p, &b.kv, map.clone());
+                request.timeout = Some(LoadTimeout::Total(patience));
+                return engine.load(request).unwrap().wait().tokens == CHUNK;
+            }
+            let p = prompt(&engine, CHUNK, seed);
+            let mut request = StoreRequest::new(&p, &a.kv, map.clone());
+            request.backpressure = Backpressure::Shed { patience };
+            let store = engine.store(request).unwrap();
+            store.all_layers();
+            store.wait().stored == 1
+        };
+        let is_used = || match op {
+            Op::Read => matched(&engine, &p) == CHUNK,
+            _ => engine.stats().unwrap().log.drives[0].healthy,
+        };
+        let stats = engine.stats().unwrap();
+        let staging = if op == Op::Read { stats.load_staging } else { stats.store_staging };
+        for slot in 1..=staging.slots {
+            armed.store(true, Ordering::SeqCst);
+            assert!(!ends_well(Duration::from_secs(120)));
+            armed.store(false, Ordering::SeqCst);
+            // What ends well begins a new row of errors.
+            assert!(slot == staging.slots || ends_well(Duration::from_secs(120)));
+        }
+        for _ in 0..3 {
+            assert!(is_used(), "{op:?}");
+            assert!(!ends_well(Duration::ZERO));
+        }
+        assert!(!is_used(), "{op:?}: four errors in a row, three of them of requests that could not be submitted");
+    }
 }
 
 #[test]
