@@ -94,6 +94,20 @@ impl Process {
         self.answer()
     }
 
+    /// Has it load the first prompts until memory has all of them at once: a load does not wait for
+    /// a process with the frames that answers slowly, as on a busy machine.
+    fn load_from_memory(&mut self, prompts: u32) -> Vec<u64> {
+        let wanted = u64::from(prompts) * CHUNKS as u64;
+        let mut before = self.ask("nothing");
+        loop {
+            let after = self.ask(&format!("load {prompts}"));
+            if after[0] == before[0] + wanted {
+                return after;
+            }
+            before = after;
+        }
+    }
+
     fn answer(&mut self) -> Vec<u64> {
         for line in self.lines.by_ref() {
             if let Some(numbers) = line.unwrap().strip_prefix("= ") {
@@ -157,8 +171,8 @@ fn two_processes_have_one_copy_and_hits_of_what_the_other_brought() {
     let chunks: usize = (0..PROMPTS).map(|n| load_one(&w, &engine, n)).sum();
     let here = memory(&engine);
     assert_eq!((chunks as u64, here.hits, here.is_attached), (ALL, ALL, false));
-    let there = other.ask(&format!("load {PROMPTS}"));
-    assert_eq!(there[..3], [ALL + CHUNKS as u64, 0, 1], "hits, damaged, whether it uses the frames of this process");
+    let there = other.load_from_memory(PROMPTS);
+    assert_eq!(there[1..3], [0, 1], "damaged, whether it uses the frames of this process");
     assert_eq!(memory(&engine).used_bytes, used, "no second copy");
     let sum = pss() + other.ask("nothing")[3];
     println!("{used} bytes of frames, {sum} bytes of memory in both processes");
@@ -174,18 +188,22 @@ fn the_next_process_makes_new_frames_when_the_one_that_has_them_is_killed() {
     let mut first = Process::start(w.path());
     first.ask("store");
     let engine = w.open();
-    assert_eq!(load_one(&w, &engine, 0), CHUNKS);
-    assert_eq!((memory(&engine).is_attached, memory(&engine).hits), (true, CHUNKS as u64));
+    while memory(&engine).hits < CHUNKS as u64 {
+        assert_eq!(load_one(&w, &engine, 0), CHUNKS);
+    }
+    assert!(memory(&engine).is_attached);
+    let before = memory(&engine).hits;
     drop(first);
     while memory(&engine).bytes == 0 {
         std::thread::yield_now();
     }
     assert_eq!(memory(&engine).used_bytes, 0, "nothing of the old frames is left");
-    for hits in [CHUNKS, 2 * CHUNKS] {
-        assert_eq!((load_one(&w, &engine, 0), memory(&engine).hits), (CHUNKS, hits as u64));
+    // The first load brings them into the new frames.
+    for hits in [0, CHUNKS] {
+        assert_eq!((load_one(&w, &engine, 0), memory(&engine).hits), (CHUNKS, before + hits as u64));
     }
     let mut third = Process::start(w.path());
-    assert_eq!(third.ask("load 1")[..3], [CHUNKS as u64, 0, 1]);
+    assert_eq!(third.load_from_memory(1)[1..3], [0, 1]);
 }
 
 #[test]

@@ -239,8 +239,8 @@ impl Engine {
     }
 
     /// Takes up to `most` chunks that have come into the memory tier (`true`) or left it (`false`)
-    /// since the last call, in order; the first call begins with what is there. A bounded number is
-    /// kept. Where another process owns the frames, its changes come somewhat later.
+    /// since the last call, each once; the first call begins with what is there. Where another
+    /// process owns the frames, its changes come somewhat later.
     #[must_use]
     pub fn take_memory_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         self.check().ok().and_then(|inner| Some(inner.pipeline.memory()?.take_changes(most))).unwrap_or_default()

@@ -19,14 +19,33 @@ use crate::key::ChunkKey;
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = 2 << 20;
 
+/// What this process goes on counting when its place changes.
+#[derive(Debug, Default)]
+pub(super) struct FrameCounts {
+    /// Loads and stores that have a number.
+    turns: AtomicU64,
+    /// Chunks that were evicted from frames of this process.
+    evicted: AtomicU64,
+}
+
+impl FrameCounts {
+    /// The next number for a load or a store.
+    pub(super) fn turn(&self) -> u64 {
+        self.turns.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn evicted(&self) -> u64 {
+        self.evicted.load(Ordering::Relaxed)
+    }
+}
+
 /// Frames, and what is in them.
 pub(super) struct Frames {
     pool: Arc<StagingPool>,
     /// The memory of the pool, where other processes can map it.
     region: Option<Arc<SharedRegion>>,
     ranked: Mutex<Ranked>,
-    turns: AtomicU64,
-    evicted: Arc<AtomicU64>,
+    counts: Arc<FrameCounts>,
     /// Whether an accelerator has addresses of their memory, here or in another process.
     is_pinned: AtomicBool,
     /// Frames that are never used again, as another process, or its drive, may still use them.
@@ -40,12 +59,12 @@ impl Frames {
     }
 
     /// Frames in memory that others can be given. `options` are of [`Frames::shareable`].
-    pub(super) fn shared(options: &StagingOptions, evicted: &Arc<AtomicU64>) -> Result<Arc<Self>> {
+    pub(super) fn shared(options: &StagingOptions, counts: &Arc<FrameCounts>) -> Result<Arc<Self>> {
         let len = options.bytes / options.slot_bytes * options.slot_bytes;
         let wishes = RegionOptions { hugepages: options.hugepages, numa: options.numa };
         let region = SharedRegion::new(len, &wishes)?;
         let pool = StagingPool::over(Arc::clone(&region) as _, MemorySpace::Host, options.slot_bytes)?;
-        Ok(Self::over(pool, Some(region), Arc::clone(evicted)))
+        Ok(Self::over(pool, Some(region), Arc::clone(counts)))
     }
 
     /// Options with the size of a shared frame. A frame's memory must be replaceable without its
@@ -69,10 +88,10 @@ impl Frames {
         Ok(found)
     }
 
-    fn over(pool: Arc<StagingPool>, region: Option<Arc<SharedRegion>>, evicted: Arc<AtomicU64>) -> Arc<Self> {
+    fn over(pool: Arc<StagingPool>, region: Option<Arc<SharedRegion>>, counts: Arc<FrameCounts>) -> Arc<Self> {
         let (ranked, kept) = (Mutex::default(), Mutex::default());
         let is_pinned = AtomicBool::new(false);
-        Arc::new(Self { pool, region, ranked, turns: AtomicU64::new(0), evicted, is_pinned, kept })
+        Arc::new(Self { pool, region, ranked, counts, is_pinned, kept })
     }
 
     pub(super) fn region(&self) -> Option<&Arc<SharedRegion>> {
@@ -81,7 +100,7 @@ impl Frames {
 
     /// The next number for a load or a store.
     pub(super) fn turn(&self) -> u64 {
-        self.turns.fetch_add(1, Ordering::Relaxed)
+        self.counts.turn()
     }
 
     /// The frame of a chunk.
@@ -101,7 +120,7 @@ impl Frames {
             let gone = self.ranked.lock().evict()?;
             drop(gone);
             steps::step();
-            self.evicted.fetch_add(1, Ordering::Relaxed);
+            self.counts.evicted.fetch_add(1, Ordering::Relaxed);
         };
         FrameFill::new(buf)
     }
@@ -161,8 +180,8 @@ impl Frames {
         self.kept.lock().push(Box::new(frame));
     }
 
-    pub(super) fn evicted(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.evicted)
+    pub(super) fn counts(&self) -> &Arc<FrameCounts> {
+        &self.counts
     }
 
     pub(super) fn frame_bytes(&self) -> usize {
@@ -184,10 +203,6 @@ impl Frames {
 
     pub(super) fn used_bytes(&self) -> u64 {
         (self.pool.taken() * self.pool.slot_bytes()) as u64
-    }
-
-    pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
-        self.ranked.lock().take_changes(most)
     }
 
     pub(super) fn changes_from(&self, from: Option<u64>, most: usize) -> (Option<Vec<(ChunkKey, bool)>>, u64) {

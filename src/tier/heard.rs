@@ -1,18 +1,17 @@
-//! What a process that uses another's frames knows of the chunks in them. It may be out of date:
-//! only the choice of what to load, and so its speed, depends on it.
+//! What a process knows of the chunks in the frames, its own or another process's. It may be out of
+//! date: only the choice of what to load, and so its speed, depends on it.
 //!
-//! Invariants: the other process is not asked before somebody wants to know; what is kept is
-//! bounded by the chunks that the other process has, and by [`MOST_PENDING`].
+//! Invariants: nobody is asked before somebody wants to know; what is kept is bounded by the chunks
+//! that are there, by [`MOST_PENDING`], and by what one answer has.
 
 use std::collections::HashSet;
 
-use super::message::MOST_IDS;
 use crate::key::ChunkKey;
 
-/// While more changes than these wait to be taken, the other process is not asked.
+/// While more changes than these wait to be taken, nobody is asked.
 const MOST_PENDING: usize = 1 << 16;
 
-/// Chunks in another process's frames.
+/// Chunks in the frames.
 #[derive(Debug, Default)]
 pub(super) struct Heard {
     is_wanted: bool,
@@ -34,7 +33,7 @@ impl Heard {
         self.is_wanted
     }
 
-    /// Whether the other process is to be asked.
+    /// Whether more changes are to be asked for.
     pub(super) fn is_asking(&self) -> bool {
         self.is_wanted && self.pending.len() < MOST_PENDING
     }
@@ -45,7 +44,6 @@ impl Heard {
 
     /// Takes in changes; the one after them has the number `next`.
     pub(super) fn changed(&mut self, changes: &[(ChunkKey, bool)], next: u64) {
-        debug_assert!(changes.len() <= MOST_IDS, "they came in one message");
         changes.iter().for_each(|(key, is_there)| self.set(*key, *is_there));
         self.next = Some(next);
     }
@@ -58,7 +56,7 @@ impl Heard {
         self.next = Some(next);
     }
 
-    /// The other process is gone, and its frames with it.
+    /// The frames are gone.
     pub(super) fn all_gone(&mut self) {
         self.listed(&HashSet::new(), 0);
         self.next = None;

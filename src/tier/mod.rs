@@ -15,7 +15,7 @@
 //! Files: `frames.rs` (the frames of this process), `ranked.rs` (which frame goes next), `owner.rs`
 //! (lends frames to other processes), `link.rs` (uses those of the owner), `message.rs` (what owner
 //! and users send each other), `share.rs` (the thread that decides which of the two this process
-//! is), `heard.rs` (what a user knows of the owner's chunks), `pin.rs` (pins frames for an
+//! is), `heard.rs` (which chunks have come and gone), `pin.rs` (pins frames for an
 //! accelerator), `steps.rs` (waits, which tests schedule), `simulated.rs` (an owner under test).
 //!
 //! Invariants:
@@ -32,6 +32,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 
@@ -111,7 +112,6 @@ pub struct MemoryStats {
 pub struct MemoryTier {
     share: Arc<Share>,
     sharing: Mutex<Option<Sharing>>,
-    turns: AtomicU64,
     hits: AtomicU64,
     misses: AtomicU64,
     loaded_bytes: AtomicU64,
@@ -174,7 +174,6 @@ impl MemoryTier {
         Arc::new(Self {
             share,
             sharing: Mutex::new(None),
-            turns: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             loaded_bytes: AtomicU64::new(0),
@@ -206,19 +205,23 @@ impl MemoryTier {
 
     /// The next number for a load or a store: what is used with a higher one ranks higher.
     pub fn turn(&self) -> u64 {
-        match self.share.place() {
-            Place::Own(frames) => frames.turn(),
-            _ => self.turns.fetch_add(1, Ordering::Relaxed),
-        }
+        self.share.counts().turn()
     }
 
-    /// A chunk that a lookup has just found on a drive, if it is in memory; counts as a use.
+    /// A chunk that a lookup has just found on a drive, if it is in memory; counts as a use. Another
+    /// process is not asked after `until`.
     #[must_use]
-    pub fn get(self: &Arc<Self>, id: FrameId, rank: Rank) -> Option<Hit> {
-        let found = self.find(id, rank, true);
+    pub fn get(self: &Arc<Self>, id: FrameId, rank: Rank, until: Instant) -> Option<Hit> {
+        let found = if self.is_late(until) { None } else { self.find(id, rank, true) };
         let counter = if found.is_some() { &self.hits } else { &self.misses };
         counter.fetch_add(1, Ordering::Relaxed);
         found
+    }
+
+    /// Whether another process would be asked, and `until` is over.
+    #[must_use]
+    pub fn is_late(&self, until: Instant) -> bool {
+        matches!(self.share.place(), Place::Other(_)) && Instant::now() >= until
     }
 
     /// As [`MemoryTier::get`], for a load to come: the chunk stays as long as the [`Hit`] lives,
@@ -298,17 +301,11 @@ impl MemoryTier {
     }
 
     /// Takes up to `most` chunks that have come into memory (`true`) or left it (`false`) since the
-    /// last call, in order; the first call begins with what is there. A bounded number is kept.
-    /// Changes in another process's frames come somewhat later, from the first call on.
+    /// last call, each once; the first call begins with what is there. Changes in another process's
+    /// frames come somewhat later, from the first call on.
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
-        let place = self.share.place();
-        let mut changes = self.share.take_heard(most);
-        // Changes of the frames of the owner before come first.
-        if let Place::Own(frames) = place {
-            changes.extend(frames.take_changes(most - changes.len()));
-        }
-        changes
+        self.share.take_changes(most)
     }
 
     /// Of the chunks that prefetches brought, how many a load has found, and how many left memory
@@ -337,7 +334,7 @@ impl MemoryTier {
             misses: of(&self.misses),
             loaded_bytes: of(&self.loaded_bytes),
             filled: of(&self.filled),
-            evicted: of(self.share.evicted()),
+            evicted: self.share.counts().evicted(),
             damaged: of(&self.damaged),
             is_attached: matches!(place, Place::Other(_)),
         }
@@ -426,4 +423,4 @@ impl fmt::Debug for MemoryTier {
 #[cfg(test)]
 mod simulated;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

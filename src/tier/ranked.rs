@@ -12,8 +12,8 @@ use super::{FrameId, PutId};
 use crate::device::Frame;
 use crate::key::ChunkKey;
 
-/// Changes that wait to be taken, at most; they take 2 MiB. The oldest are lost.
-const MOST_CHANGES: usize = 1 << 16;
+/// Changes that are kept at most; they take 2 MiB. Who asks for older ones lists all chunks.
+pub(super) const MOST_CHANGES: usize = 1 << 16;
 
 /// How long a chunk stays: the least goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,12 +44,9 @@ pub(super) struct Ranked {
     /// Chunks of prefetches that a load has used, and that left unused.
     pub(super) used: u64,
     pub(super) wasted: u64,
-    /// Chunks that have come (`true`) and gone (`false`) since they were last taken; `None` until
-    /// somebody asks.
-    changes: Option<VecDeque<(ChunkKey, bool)>>,
-    /// The latest changes for other processes, and the number of the next one; `None` until one of
-    /// them asks.
-    numbered: Option<(VecDeque<(ChunkKey, bool)>, u64)>,
+    /// The latest chunks that have come (`true`) and gone (`false`), and the number of the next
+    /// change; `None` until somebody asks.
+    changes: Option<(VecDeque<(ChunkKey, bool)>, u64)>,
 }
 
 impl Ranked {
@@ -122,18 +119,10 @@ impl Ranked {
         Some(held)
     }
 
-    /// Takes up to `most` changes. At the first call all chunks that are there have come.
-    pub(super) fn take_changes(&mut self, most: usize) -> Vec<(ChunkKey, bool)> {
-        let there = &self.frames;
-        let changes = self.changes.get_or_insert_with(|| there.keys().map(|key| (*key, true)).collect());
-        let count = most.min(changes.len());
-        changes.drain(..count).collect()
-    }
-
     /// Up to `most` changes from number `from` on, where they are known, and the number of the next
     /// one.
     pub(super) fn changes_from(&mut self, from: Option<u64>, most: usize) -> (Option<Vec<(ChunkKey, bool)>>, u64) {
-        let (last, next) = self.numbered.get_or_insert_with(Default::default);
+        let (last, next) = self.changes.get_or_insert_with(Default::default);
         let first = *next - last.len() as u64;
         match from.filter(|from| (first..=*next).contains(from)) {
             Some(from) => {
@@ -146,16 +135,11 @@ impl Ranked {
     }
 
     fn changed(&mut self, key: ChunkKey, is_there: bool) {
-        let push = |changes: &mut VecDeque<_>| {
-            if changes.len() == MOST_CHANGES {
-                changes.pop_front();
-            }
-            changes.push_back((key, is_there));
-        };
-        self.changes.iter_mut().for_each(push);
-        if let Some((last, next)) = &mut self.numbered {
-            push(last);
-            *next += 1;
+        let Some((last, next)) = &mut self.changes else { return };
+        if last.len() == MOST_CHANGES {
+            last.pop_front();
         }
+        last.push_back((key, is_there));
+        *next += 1;
     }
 }

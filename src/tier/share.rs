@@ -7,14 +7,14 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags};
 
-use super::frames::Frames;
+use super::frames::{FrameCounts, Frames};
 use super::heard::Heard;
 use super::link::FrameLink;
 use super::owner::Owner;
@@ -47,7 +47,7 @@ pub(super) struct Share {
     place: RwLock<Place>,
     options: StagingOptions,
     heard: Mutex<Heard>,
-    evicted: Arc<AtomicU64>,
+    counts: Arc<FrameCounts>,
     bell: Arc<EventFd>,
     is_over: AtomicBool,
     /// Of the accelerator that copies from and to the frames, if there is one.
@@ -81,13 +81,13 @@ enum Joined {
 impl Share {
     pub(super) fn new(options: &StagingOptions, place: Place, mover: Option<Arc<dyn Mover>>) -> Result<Arc<Self>> {
         let options = StagingOptions { slot_bytes: StagingPool::rounded(options.slot_bytes)?, ..*options };
-        let evicted = match &place {
-            Place::Own(frames) => frames.evicted(),
+        let counts = match &place {
+            Place::Own(frames) => Arc::clone(frames.counts()),
             _ => Arc::default(),
         };
         let (bell, is_over) = (Arc::new(EventFd::new()?), AtomicBool::new(false));
         let (heard, mover) = (Mutex::default(), mover.map(MoverOf));
-        Ok(Arc::new(Self { place: RwLock::new(place), options, heard, evicted, bell, is_over, mover }))
+        Ok(Arc::new(Self { place: RwLock::new(place), options, heard, counts, bell, is_over, mover }))
     }
 
     pub(super) fn place(&self) -> Place {
@@ -98,16 +98,25 @@ impl Share {
         self.options.slot_bytes
     }
 
-    pub(super) fn evicted(&self) -> &AtomicU64 {
-        &self.evicted
+    pub(super) fn counts(&self) -> &FrameCounts {
+        &self.counts
     }
 
-    /// Takes up to `most` chunks that have come into the owner's frames (`true`) or left them
-    /// (`false`), as far as this process knows.
-    pub(super) fn take_heard(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+    /// Takes up to `most` chunks that have come into the frames (`true`) or left them (`false`), as
+    /// far as this process knows.
+    pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let mut heard = self.heard.lock();
         if heard.want() {
             self.bell.set();
+        }
+        // Of another process's frames the thread hears.
+        if let Place::Own(frames) = self.place()
+            && heard.is_asking()
+        {
+            match frames.changes_from(heard.next(), usize::MAX) {
+                (Some(changes), next) => heard.changed(&changes, next),
+                (None, next) => heard.listed(&frames.ids().iter().map(|id| id.key).collect(), next),
+            }
         }
         heard.take(most)
     }
@@ -125,7 +134,7 @@ impl Share {
     /// Takes the lock of the directory, or connects to the process that has it.
     fn join(&self, dir: &Path) -> Result<Joined> {
         let make = || {
-            let frames = Frames::shared(&self.options, &self.evicted)?;
+            let frames = Frames::shared(&self.options, &self.counts)?;
             if self.mover.is_some() {
                 frames.are_pinned();
             }

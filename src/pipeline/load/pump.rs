@@ -46,6 +46,9 @@ const RETRY: Duration = Duration::from_millis(1);
 /// A load that waits for a drive, and of which nothing has moved for this many I/O time-outs, is
 /// given up.
 const STALLED_TIMEOUTS: u32 = 2;
+/// How long a load, which a server may begin within its step, asks the process that has the memory
+/// tier's frames. What it has not asked for by then is read from the drives.
+const OWNER_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Called when a load has finished.
 pub(in crate::pipeline) type FinishedHook = Box<dyn Fn() + Send + Sync>;
@@ -692,15 +695,15 @@ fn push_first(queue: &mut VecDeque<Arc<LoadInner>>, load: Arc<LoadInner>) {
     queue.push_front(load);
 }
 
-/// Where the chunks of a load lie beside the drive. First the chunks in the memory tier are found
-/// and kept there; then the others get frames, as far as there are any, the head of the prefix
-/// first. No frame for a chunk of which not all layers are wanted, or that goes from the drive to
-/// an accelerator without passing through host memory.
+/// Where the chunks of a load lie beside the drive, as far as that is known in time. First the
+/// chunks in the memory tier are found and kept there; then the others get frames, as far as there
+/// are any, the head of the prefix first. No frame for a chunk of which not all layers are wanted,
+/// or that goes from the drive to an accelerator without passing through host memory.
 fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec, for_accelerator: bool) -> Vec<ChunkMemory> {
-    let (turn, layers) = (tier.turn(), spec.kv.layout().num_layers());
+    let (turn, layers, until) = (tier.turn(), spec.kv.layout().num_layers(), Instant::now() + OWNER_PATIENCE);
     let rank = |at: usize| Rank { turn, depth: Reverse(at as u32) };
     let find = |(at, chunk): (usize, &LoadChunk)| {
-        let hit = chunk.source.frame_id().and_then(|id| tier.get(id, rank(at)));
+        let hit = chunk.source.frame_id().and_then(|id| tier.get(id, rank(at), until));
         hit.map_or(ChunkMemory::Not, ChunkMemory::Hit)
     };
     let mut memory: Vec<ChunkMemory> = spec.chunks.iter().enumerate().map(find).collect();
@@ -710,6 +713,7 @@ fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec, for_accelerator: bool) -> 
         let is_whole = || (0..layers).all(|l| chunk.plans.of(l).is_some_and(|plan| !plan.is_empty()));
         if matches!(memory, ChunkMemory::Not)
             && !is_full
+            && !tier.is_late(until)
             && tier.fits(bytes)
             && !(for_accelerator && chunk.source.is_direct())
             && let Some(id) = chunk.source.frame_id().filter(|_| is_whole())

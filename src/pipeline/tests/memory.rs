@@ -1,5 +1,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::disk::{Fate, Slot};
 use super::world::{EXTENT, Kv, LAYERS, TOKENS, World, without};
@@ -7,6 +9,7 @@ use crate::device::{HugePages, StagingOptions, StagingPool};
 use crate::error::ErrorKind;
 use crate::format::crc;
 use crate::pipeline::{ChunkSource, LoadResult, MissCause, PipelineOptions};
+use crate::tier::tests::slow_owner;
 use crate::tier::{MemoryTier, Rank};
 
 const T: usize = TOKENS as usize;
@@ -88,6 +91,27 @@ fn what_was_stored_or_read_is_loaded_without_a_read() {
         assert!(w.disk.held().is_empty());
         w.assert_staging_free();
     }
+}
+
+#[test]
+fn an_owner_that_is_slow_holds_a_load_up_once_and_not_for_each_chunk() {
+    let dir = tempfile::tempdir().unwrap();
+    // Longer than a load asks for chunks.
+    let answers = slow_owner(dir.path(), Duration::from_millis(150));
+    let options = StagingOptions { bytes: SLOT, slot_bytes: SLOT, hugepages: HugePages::Off, numa: None };
+    let tier = MemoryTier::shared(&options, None).unwrap();
+    tier.share_in(dir.path()).unwrap();
+    while !tier.stats().is_attached {
+        std::thread::yield_now();
+    }
+    let of_pipeline = Arc::clone(&tier);
+    let w = World::with(4, 4, |o| o.memory = Some(of_pipeline));
+    let (slots, from) = w.stored(3);
+    let (before, to) = (answers.load(Ordering::Relaxed), w.kv(3));
+    assert_eq!(w.load(&to, &slots).wait(), all_of(3));
+    assert!(to.bytes() == from.bytes());
+    assert!(answers.load(Ordering::Relaxed) <= before + 1, "the second answer would be too late");
+    assert_eq!(tier.stats().misses, 3);
 }
 
 #[test]

@@ -278,7 +278,7 @@ impl User {
             let rank = Rank { turn: self.tier.turn(), depth: Reverse(key as u32) };
             match turns.below(16) {
                 0..8 => {
-                    if let Some(hit) = self.tier.get(id, rank) {
+                    if let Some(hit) = self.tier.get(id, rank, super::later()) {
                         self.read(&hit);
                     }
                 }
