@@ -4,17 +4,20 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay::config::{EvictionPolicy, OnOpenFailure, StoreWhen};
-use forebay::connector::{AddRequest, ConnectorOptions, PrefixLookup as _, RanksLookup, Scheduler, StepMeta, Worker};
+use forebay::connector::{
+    AddRequest, BlockSpan, ConnectorOptions, LoadOrder, PrefixLookup as _, PromptPart, RanksLookup, Scheduler,
+    StepMeta, Worker,
+};
 use forebay::engine::{Engine, Prompt};
-use forebay::io::{Fault, Op};
+use forebay::io::{Fault, Op, Request};
 use forebay::key::Extra;
 
 use connector_world::{Server, Tally};
-use engine_world::{BLOCK, CHUNK, World, load, prompt, slots, store};
+use engine_world::{BLOCK, BLOCKS, CHUNK, World, load, prompt, slots, store};
 
 mod connector_world;
 mod engine_world;
@@ -219,6 +222,45 @@ fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
     s.request_finished("a", None);
     turn_over();
     assert_eq!(there(&promised), 0, "nothing keeps it any more");
+}
+
+#[test]
+fn a_drive_that_does_not_answer_counts_as_slow_and_its_chunks_are_named_also_while_it_is_left_alone() {
+    let hangs = Arc::new(AtomicBool::new(false));
+    let of_drive = Arc::clone(&hangs);
+    let plan = move |_, r: &Request| (of_drive.load(Ordering::SeqCst) && r.op == Op::Read).then_some(Fault::Hang);
+    let mut world = world().with_read_faults(plan);
+    // What hangs keeps its staging.
+    (world.settings.io_timeout_ms, world.settings.staging) = (3_600_000, 64 << 20);
+    let engine = Arc::new(world.open());
+    let (kv, stored) = (world.kv(), prompt(&engine, CHUNK, 1));
+    assert_eq!(store(&engine, &stored, &kv, slots(CHUNK, 1)).stored, 1);
+    hangs.store(true, Ordering::SeqCst);
+    let options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], BLOCKS)).unwrap();
+    let mut w = Worker::new(options, Arc::clone(&engine), Arc::clone(&kv.kv)).unwrap();
+    let mut measured = Vec::new();
+    for step in 1..=8 {
+        let mut order = LoadOrder {
+            req_id: format!("r{step}"),
+            prompt: PromptPart::default(),
+            computed: 0,
+            stop: CHUNK,
+            spans: vec![BlockSpan { first: 0, ids: (1..).take(CHUNK / BLOCK).collect() }],
+            epoch: 0,
+            asynchronous: true,
+        };
+        order.prompt.tokens = stored.tokens().to_vec();
+        let name = order.req_id.clone();
+        w.start_load_kv(StepMeta { step, loads: vec![order], ..StepMeta::default() }, None);
+        while !w.get_finished(&[]).recving.contains(&name) {
+            std::thread::yield_now();
+        }
+        let report = w.build_connector_worker_meta().unwrap();
+        assert_eq!((report.failed, report.unread), (vec![name], vec![stored.keys()[0].0]));
+        measured.push(report.loaded_tokens);
+    }
+    assert!(!engine.log().unwrap().answers());
+    assert_eq!((measured[0], measured[7]), (CHUNK as u64, 0), "the last one asks no drive: {measured:?}");
 }
 
 #[test]

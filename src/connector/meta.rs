@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 9;
+const VERSION: u8 = 10;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -171,9 +171,13 @@ pub struct WorkerMeta {
     pub loaded_step: u64,
     /// Requests whose load failed since the last report.
     pub failed: Vec<String>,
+    /// Of loads that failed because a drive does not answer, the key of the first chunk that did
+    /// not come.
+    pub unread: Vec<[u8; 32]>,
     /// Keys of chunks stored since the last report, where KV events are on.
     pub stored: Vec<[u8; 32]>,
-    /// Tokens loaded from drives since the last report.
+    /// Tokens loaded from drives since the last report; of a load to which a drive brought none in
+    /// time, a chunk's.
     pub loaded_tokens: u64,
     /// Seconds in which such loads were under way; those of several at once count once.
     pub load_s: f64,
@@ -183,8 +187,8 @@ pub struct WorkerMeta {
     pub memory_tokens: u64,
     /// As `load_s`, of such loads.
     pub memory_s: f64,
-    /// Keys of chunks that have come into this worker's memory tier (`true`) or left it, in order,
-    /// as far as one report takes them.
+    /// Keys of chunks that have come into this worker's memory tier (`true`) or left it, as far as
+    /// one report takes them.
     pub memory: Vec<([u8; 32], bool)>,
     /// Keys of chunks that were dropped for room here since the last report, as far as one report
     /// takes them.

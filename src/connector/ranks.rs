@@ -1,12 +1,14 @@
 //! The least that any rank has of a prompt. Ranks whose cache lies on this machine are *seen*:
 //! their tables are looked up here. The others are asked.
 //!
-//! Which ranks are seen follows from their [`WorkerIdentity`]. A question goes out with the next
+//! Which ranks are seen follows from their [`WorkerIdentity`]; one whose cache cannot be opened here
+//! is asked until it can. A question goes out with the next
 //! step, and only for a prompt of which the seen ranks have something; its answers come back with
 //! that step's output. So a request waits for a step or two, and never for longer than the
 //! patience: then the lookup fails, and nothing counts as stored.
 //!
-//! Invariants: only live requests take memory, a few words each and for each rank that is asked.
+//! Invariants: only live requests take memory, a few words each and for each rank that is asked, and
+//! for a while the loads that failed because a drive does not answer.
 //! All answers are dropped when a rank says that it has started anew. No call waits, except that
 //! [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
 
@@ -17,7 +19,7 @@ use std::time::{Duration, Instant};
 use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote, remote_gone, uploaded};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
-use crate::config::{CacheIdentity, Settings};
+use crate::config::{CacheIdentity, OnOpenFailure, Settings};
 use crate::engine::{Engine, Prompt, RemoteStats};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
@@ -42,8 +44,8 @@ struct KnownRank {
     identity: WorkerIdentity,
     /// `None` where its identity describes impossible KV.
     shard: Option<CacheShard>,
-    /// Its cache is open here.
-    is_seen: bool,
+    /// Its cache lies on this machine, in the directories of the settings.
+    is_near: bool,
 }
 
 /// A request that the workers were asked about.
@@ -67,8 +69,12 @@ pub struct RanksLookup {
     patience: Duration,
     workers: u32,
     ranks: BTreeMap<u32, KnownRank>,
-    /// Two caches of one shard only where the caller has opened them.
+    /// Caches that are open here, or that are tried again until they are. Two of one shard only
+    /// where the caller has opened them.
     tables: Vec<(CacheShard, Arc<Engine>)>,
+    /// Chunks that a worker could not read, as a drive does not answer, and until when nobody is
+    /// offered them.
+    unread: HashMap<ChunkKey, Instant>,
     pins: Pins,
     fetches: Fetches,
     /// Since when lookups miss a rank that has not said who it is.
@@ -92,12 +98,14 @@ impl RanksLookup {
     #[must_use]
     pub fn new(settings: &Settings, workers: usize, patience: Duration) -> Self {
         Self {
-            // Only looked up: nothing is loaded here, so no memory tier is needed.
-            settings: Settings { local_cpu: false, ..settings.clone() },
+            // Only looked up: nothing is loaded here, so no memory tier is needed. What cannot be
+            // opened is tried again.
+            settings: Settings { local_cpu: false, on_open_failure: OnOpenFailure::Disable, ..settings.clone() },
             patience,
             workers: u32::try_from(workers).unwrap_or(u32::MAX),
             ranks: BTreeMap::new(),
             tables: Vec::new(),
+            unread: HashMap::new(),
             pins: Pins::default(),
             fetches: Fetches::default(),
             missing_since: None,
@@ -128,12 +136,17 @@ impl RanksLookup {
         });
         let shard = geometry.as_ref().ok().map(CacheShard::of);
         let is_near = identity.place.is_some() && identity.place == self.settings.cache_identity();
-        let is_seen = is_near && geometry.is_ok_and(|geometry| self.sees(geometry));
+        if let Ok(geometry) = geometry
+            && is_near
+        {
+            self.open(geometry);
+        }
+        self.ranks.insert(number, KnownRank { identity: identity.clone(), shard, is_near });
+        let is_seen = self.ranks.get(&number).is_some_and(|rank| self.is_seen(rank));
         tracing::info!(rank = number, is_seen, "a worker's identity is known");
-        self.ranks.insert(number, KnownRank { identity: identity.clone(), shard, is_seen });
-        let seen: Vec<&CacheShard> =
-            self.ranks.values().filter(|r| r.is_seen).filter_map(|r| r.shard.as_ref()).collect();
-        self.tables.retain(|(shard, _)| seen.contains(&shard));
+        let near: Vec<&CacheShard> =
+            self.ranks.values().filter(|r| r.is_near).filter_map(|r| r.shard.as_ref()).collect();
+        self.tables.retain(|(shard, _)| near.contains(&shard));
         // Earlier answers may be those of the process that this one replaces.
         self.requests.clear();
         self.open.clear();
@@ -144,26 +157,35 @@ impl RanksLookup {
         }
     }
 
-    /// Opens the cache of `geometry` here, unless it is open; whether that succeeds.
-    fn sees(&mut self, geometry: Geometry) -> bool {
+    /// Opens the cache of `geometry` here, unless it is open or being tried.
+    fn open(&mut self, geometry: Geometry) {
         let shard = CacheShard::of(&geometry);
         if self.tables.iter().any(|(open, _)| *open == shard) {
-            return true;
+            return;
         }
         match Engine::open_host(&self.settings, geometry) {
-            Ok(engine) if engine.is_up() => {
-                self.tables.push((shard, Arc::new(engine)));
-                true
-            }
             Ok(engine) => {
-                tracing::warn!(why = engine.why_disabled(), "a rank's cache cannot be looked into; the rank is asked");
-                false
+                if let Some(why) = engine.why_disabled() {
+                    tracing::warn!(why, "a rank's cache cannot be looked into yet; the rank is asked");
+                }
+                self.tables.push((shard, Arc::new(engine)));
             }
-            Err(e) => {
-                tracing::warn!(error = %e, "a rank's cache cannot be looked into; the rank is asked");
-                false
-            }
+            Err(e) => tracing::warn!(error = %e, "a rank's cache cannot be looked into; the rank is asked"),
         }
+    }
+
+    /// Whether the rank's cache is open here.
+    fn is_seen(&self, rank: &KnownRank) -> bool {
+        let is_its = |shard: &CacheShard| rank.is_near && rank.shard.as_ref() == Some(shard);
+        self.tables.iter().any(|(shard, engine)| is_its(shard) && engine.is_up())
+    }
+
+    /// Tokens of a prompt before the first chunk that a worker could not read lately.
+    fn readable(&self, prompt: &Prompt) -> usize {
+        let now = Instant::now();
+        let is_unread = |key: &ChunkKey| self.unread.get(key).is_some_and(|until| now < *until);
+        let first = if self.unread.is_empty() { None } else { prompt.keys().iter().position(is_unread) };
+        first.map_or(prompt.len(), |at| at * prompt.chunk_tokens())
     }
 
     /// `None` until the patience is over, then an error: what is stored is not known, and no event
@@ -190,12 +212,12 @@ impl RanksLookup {
     }
 
     fn answered(&mut self, rank: u32, (number, tokens): (u64, u64)) {
+        let unseen = self.asked();
         let of = self.open.get(&number).and_then(|req_id| self.requests.get_mut(req_id));
         let Some(asked) = of.filter(|asked| asked.number == number) else { return };
         asked.answers.insert(rank, usize::try_from(tokens).unwrap_or(usize::MAX));
         let answers = &asked.answers;
-        let unseen = self.ranks.iter().filter(|(_, rank)| !rank.is_seen).map(|(number, _)| number);
-        if let Some(least) = unseen.map(|rank| answers.get(rank).copied()).min().flatten() {
+        if let Some(least) = unseen.iter().map(|rank| answers.get(rank).copied()).min().flatten() {
             asked.least = Some((least.min(asked.tokens), Instant::now()));
             asked.is_open = false;
             self.open.remove(&number);
@@ -203,8 +225,9 @@ impl RanksLookup {
     }
 }
 
+/// The caches that are open.
 fn engines(tables: &[(CacheShard, Arc<Engine>)]) -> impl Iterator<Item = &Engine> + Clone {
-    tables.iter().map(|(_, engine)| engine.as_ref())
+    tables.iter().map(|(_, engine)| engine.as_ref()).filter(|engine| engine.is_up())
 }
 
 impl PrefixLookup for RanksLookup {
@@ -214,7 +237,8 @@ impl PrefixLookup for RanksLookup {
         }
         let is_first = !self.tables.is_empty() && self.looked_up.insert(req_id.to_owned());
         let seen = least(engines(&self.tables), prompt, is_first)?;
-        let upto = seen.unwrap_or(prompt.len());
+        // The caller's engines may all be closed.
+        let upto = seen.unwrap_or(if self.workers == 0 { 0 } else { prompt.len() }).min(self.readable(prompt));
         if upto == 0 {
             return Ok(Some(0));
         }
@@ -277,6 +301,12 @@ impl PrefixLookup for RanksLookup {
         for answer in &report.answers {
             self.answered(report.rank, *answer);
         }
+        if !report.unread.is_empty() {
+            let now = Instant::now();
+            self.unread.retain(|_, until| now < *until);
+            let until = now + self.settings.io_timeout();
+            self.unread.extend(report.unread.iter().map(|key| (ChunkKey(*key), until)));
+        }
         uploaded(engines(&self.tables), report);
     }
 
@@ -290,7 +320,7 @@ impl PrefixLookup for RanksLookup {
     }
 
     fn asked(&self) -> Vec<u32> {
-        self.ranks.iter().filter(|(_, rank)| !rank.is_seen).map(|(number, _)| *number).collect()
+        self.ranks.iter().filter(|(_, rank)| !self.is_seen(rank)).map(|(number, _)| *number).collect()
     }
 
     fn silent(&mut self) -> Option<Vec<u32>> {
@@ -312,7 +342,7 @@ impl PrefixLookup for RanksLookup {
     }
 
     fn unseen(&self) -> usize {
-        self.ranks.values().filter(|rank| !rank.is_seen).count()
+        self.asked().len()
     }
 
     fn forget(&mut self, req_id: &str) {
@@ -322,5 +352,45 @@ impl PrefixLookup for RanksLookup {
         if let Some(asked) = self.requests.remove(req_id) {
             self.open.remove(&asked.number);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::HostDevice;
+    use crate::engine::EngineOptions;
+    use crate::key::Extra;
+
+    #[test]
+    fn a_cache_that_cannot_be_opened_at_first_is_looked_into_once_it_is_open() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut settings = Settings::at(dir.path());
+        (settings.chunk_size, settings.hugepages, settings.on_open_failure) = (16, false, OnOpenFailure::Fail);
+        let geometry = Geometry::preset("tiny").unwrap();
+        let geometry = Geometry { chunk_tokens: 16, ..geometry };
+        let prompt = Prompt::new(&[7; 100], 16, &Extra::default());
+        // In the place of a file.
+        std::fs::create_dir(dir.path().join("BUDGET")).unwrap();
+        let mut lookup = RanksLookup::new(&settings, 1, Duration::from_secs(3600));
+        let identity = Some(WorkerIdentity::of(&geometry, settings.cache_identity()));
+        lookup.reported(&WorkerMeta { identity, ..WorkerMeta::default() });
+        assert_eq!((lookup.asked(), lookup.stored_tokens("a", &prompt).unwrap()), (vec![0], None));
+        let [(_, engine)] = &mut *lookup.tables else { panic!("it is not tried again") };
+        assert!(!engine.is_up());
+        // The same in a place that comes soon, and that is tried more often.
+        let missing = dir.path().join("not/there/yet");
+        settings.drives[0].path.clone_from(&missing);
+        settings.on_open_failure = OnOpenFailure::Disable;
+        let mut late = EngineOptions::new(&settings, geometry, HostDevice::new(1).unwrap());
+        late.reopen_every = Duration::from_millis(5);
+        *engine = Arc::new(Engine::open_with(late).unwrap());
+        let engine = Arc::clone(engine);
+        assert_eq!(lookup.asked(), [0]);
+        std::fs::create_dir_all(missing.parent().unwrap()).unwrap();
+        while !engine.is_up() {
+            std::thread::yield_now();
+        }
+        assert_eq!((lookup.asked(), lookup.stored_tokens("a", &prompt).unwrap()), (vec![], Some(0)));
     }
 }

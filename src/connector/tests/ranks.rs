@@ -24,17 +24,24 @@ fn report(rank: u32) -> WorkerMeta {
 
 impl Far {
     fn new(patience_ms: u64) -> Self {
+        Self::with(&Settings::default(), patience_ms)
+    }
+
+    fn with(settings: &Settings, patience_ms: u64) -> Self {
         let o = ConnectorOptions { workers: 2, ..options() };
-        let lookup = RanksLookup::new(&Settings::default(), 2, Duration::from_millis(patience_ms));
+        let lookup = RanksLookup::new(settings, 2, Duration::from_millis(patience_ms));
         Self { side: Side { s: Scheduler::new(o, Box::new(lookup)).unwrap(), lookup: TestLookup::default() } }
     }
 
     /// Both workers have said who they are.
     fn met(patience_ms: u64) -> Self {
-        let mut far = Self::new(patience_ms);
-        far.identity(0);
-        far.identity(1);
-        far
+        Self::new(patience_ms).meet()
+    }
+
+    fn meet(mut self) -> Self {
+        self.identity(0);
+        self.identity(1);
+        self
     }
 
     fn identity(&mut self, rank: u32) {
@@ -118,6 +125,23 @@ fn what_a_rank_said_before_it_started_anew_counts_no_more() {
     far.answer(0, number, 80);
     far.answer(1, number, 80);
     assert_eq!(far.side.get_num_new_matched_tokens("b", 0), Some(80));
+}
+
+#[test]
+fn what_a_drive_did_not_read_in_time_is_not_offered_for_as_long_as_io_may_take() {
+    let keys = Prompt::new(&tokens(100), CHUNK as u32, &Extra::default()).keys().to_vec();
+    for (io_timeout_ms, offered) in [(3_600_000, 32), (0, 64)] {
+        let mut far = Far::with(&Settings { io_timeout_ms, ..Settings::default() }, 3_600_000).meet();
+        far.say(WorkerMeta { unread: vec![keys[2].0], ..report(1) });
+        for (req_id, len, found) in [("a", 100, offered), ("b", 40, 36)] {
+            far.side.on_new_request(req_id, len);
+            assert_eq!(far.side.get_num_new_matched_tokens(req_id, 0), None);
+            let number = far.question();
+            far.answer(0, number, 64);
+            far.answer(1, number, 64);
+            assert_eq!(far.side.get_num_new_matched_tokens(req_id, 0), Some(found));
+        }
+    }
 }
 
 #[test]

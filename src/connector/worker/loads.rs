@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::super::meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Load, LoadRequest, LoadTicket, LoadTimeout, Lookup, MissCause, Prompt, SlotMapping};
+use crate::engine::{Load, LoadRequest, LoadResult, LoadTicket, LoadTimeout, Lookup, MissCause, Prompt, SlotMapping};
 use crate::error::Result;
 use crate::key::Extra;
 
@@ -166,6 +166,19 @@ impl Worker {
         self.failed_blocks.extend(span.ids.iter().skip(first).chain(more));
     }
 
+    /// Where a load failed because a drive does not answer, reports its first chunk that did not
+    /// come: this process finds nothing on such a drive for a while, and the scheduler still does.
+    fn tell_unread(&mut self, req_id: &str, result: &LoadResult) {
+        let answers = self.engine.log().is_none_or(|log| log.answers());
+        if answers && result.missed(MissCause::TimedOut) == 0 {
+            return;
+        }
+        let Some(keys) = self.prompts.get(req_id).map(Prompt::keys) else { return };
+        let at = result.tokens / self.engine.geometry().chunk_tokens as usize;
+        // A partial chunk is named by the one before it.
+        self.report.unread.extend(keys.get(at).or(keys.last()).map(|key| key.0));
+    }
+
     /// What stores of `req_id` in this step depend on.
     pub(super) fn tickets(&self, req_id: &str) -> Vec<LoadTicket> {
         self.loads.iter().filter(|l| l.concerns(req_id)).map(|l| l.load.ticket()).collect()
@@ -199,8 +212,12 @@ impl Worker {
                 self.report.memory_tokens += loaded;
                 self.report.memory_s += self.busy_memory.add(&times).as_secs_f64();
             } else {
-                let beside = loaded.min(hits as u64 * u64::from(self.engine.geometry().chunk_tokens));
-                self.report.loaded_tokens += loaded - beside;
+                let chunk = u64::from(self.engine.geometry().chunk_tokens);
+                let beside = loaded.min(hits as u64 * chunk);
+                // Where a drive brought nothing in time, one chunk counts as if it had come then:
+                // otherwise a drive that is always late would never be measured.
+                let least = if result.missed(MissCause::TimedOut) > 0 { chunk } else { 0 };
+                self.report.loaded_tokens += (loaded - beside).max(least);
                 self.report.beside_tokens += beside;
                 self.report.load_s += self.busy.add(&times).as_secs_f64();
             }
@@ -216,6 +233,7 @@ impl Worker {
                 );
             }
             if result.tokens < order.stop {
+                self.tell_unread(&order.req_id, &result);
                 self.load_failed(&order, (result.tokens, &result.failed_blocks));
             }
             if order.asynchronous {
