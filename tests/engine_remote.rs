@@ -19,6 +19,7 @@ use forebay::device::PagedKv;
 use forebay::engine::{Engine, Prompt, StoreRequest};
 use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::geometry::{LayerKind, LayerSpec};
+use forebay::io::Fault;
 use forebay::key::Extra;
 use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 use forebay::remote::{Remote, RemoteObject, RemoteOptions, RemoteStore};
@@ -443,6 +444,50 @@ fn an_object_of_a_wrong_length_or_with_a_damaged_header_is_replaced_by_who_store
         assert_eq!(fetch(&three, &p), Fetched { chunks: 3, stopped: None });
         assert_eq!(c.check(&three, &p, &kv), N);
     }
+}
+
+#[test]
+fn an_object_that_others_have_replaced_by_one_with_another_codec_is_soon_fetched() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let large = || Shape::all().into_iter().find(|shape| shape.name == "large").unwrap();
+    let [a, b, mut c] = [0; 3].map(|_| Machine::with(large(), &server));
+    c.world.settings.codec = Codec::None;
+    let (one, two, three) = (a.open(), b.open(), c.open());
+    let (p, _) = a.upload(&one, 1);
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
+    one.clear().unwrap();
+    two.log().unwrap().remove(p.keys()).unwrap();
+    let (_, kv) = c.upload(&three, 1);
+    // What is known of each of the three turns out to be old.
+    let stopped: Vec<_> = (0..4).map(|_| fetch(&two, &p).stopped).collect();
+    assert_eq!((stopped[0], stopped[3]), (Some("corrupt"), None), "{stopped:?}");
+    assert_eq!(b.check(&two, &p, &kv), N);
+}
+
+#[test]
+fn uploads_wait_for_a_drive_that_does_not_answer_and_go_on_when_it_does() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let hangs = Arc::new(AtomicBool::new(false));
+    let of_drive = Arc::clone(&hangs);
+    let mut a = Machine::new(&server);
+    let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+    a.world.settings.remote_url = None;
+    a.world.settings.io_timeout_ms = 1000;
+    a.world = a.world.with_read_faults(move |_, _| of_drive.load(Ordering::SeqCst).then_some(Fault::Hang));
+    let one = a.open();
+    let (p, kv, log) = (prompt(&one, N, 1), a.world.kv().filled(1), one.log().unwrap());
+    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+    hangs.store(true, Ordering::SeqCst);
+    let remote = Remote::open(&options, one.geometry()).unwrap();
+    while log.answers() {
+        load(&one, &p, &a.world.kv(), slots(N, 1));
+    }
+    assert!(p.keys().iter().all(|key| remote.upload(&log, *key)));
+    hangs.store(false, Ordering::SeqCst);
+    assert!(remote.wait_uploaded(later()));
+    assert_eq!(remote.stats().uploaded, 3);
 }
 
 #[test]

@@ -233,12 +233,18 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
         Some(RemotePresence::Damaged) => return Err(RemoteCause::Corrupt),
         None => {}
     }
+    ask(shared, to, wanted).await.map(Some)
+}
+
+/// As [`find`], whatever is known.
+async fn ask(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<SlotCodec, RemoteCause> {
+    let key = &wanted.key;
     let answer = shared.bucket.head(&shared.name_of(key, wanted.tenant)).await;
     match answer {
         Ok(size) => {
             let codec = object::codec_of(&to.log, wanted.tokens, size);
             shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
-            codec.map(Some).ok_or(RemoteCause::Corrupt)
+            codec.ok_or(RemoteCause::Corrupt)
         }
         Err(cause) => {
             if cause == RemoteCause::Absent {
@@ -282,7 +288,10 @@ pub(super) async fn bring(
                     Err(RemoteCause::Absent | RemoteCause::Expired) => {
                         shared.known.set(&wanted.key, RemotePresence::Absent);
                     }
-                    Err(RemoteCause::Corrupt) => shared.known.set(&wanted.key, RemotePresence::Damaged),
+                    // It may be another object than what is known of it says, stored since.
+                    Err(RemoteCause::Corrupt) if ask(shared, to, wanted).await == Ok(codec) => {
+                        shared.known.set(&wanted.key, RemotePresence::Damaged);
+                    }
                     _ => {}
                 }
                 return end.map(|is_kept| if is_kept { layout.slot_bytes } else { 0 });

@@ -31,6 +31,12 @@ pub(super) enum RemotePresence {
     Damaged,
 }
 
+impl RemotePresence {
+    fn is_there(self) -> bool {
+        matches!(self, Self::There(_))
+    }
+}
+
 /// The answers.
 #[derive(Debug, Default)]
 pub(super) struct KnownObjects {
@@ -58,25 +64,24 @@ impl KnownObjects {
 
     /// The store has said this of `key`.
     pub(super) fn set(&self, key: &ChunkKey, presence: RemotePresence) {
-        let is_there = |presence: RemotePresence| matches!(presence, RemotePresence::There(_));
         let mut all = self.answers.lock();
-        let before = all.last(key).map(|(before, _)| is_there(*before));
+        let before = all.last(key).map(|(before, _)| before.is_there());
         if all.young.len() >= MOST {
             all.old = std::mem::take(&mut all.young);
         }
         all.young.insert(*key, (presence, Instant::now()));
         // Under the lock, so that changes of a key stay in order. That an object is not there is
         // listed every time: this process may not know that another one had put it there.
-        if before != Some(true) || !is_there(presence) {
-            self.changed([(*key, is_there(presence))]);
+        if before != Some(true) || !presence.is_there() {
+            self.changed([(*key, presence.is_there())]);
         }
     }
 
-    /// Others have put these: forgets that they were not there.
+    /// Others have put these: forgets that they were not there, or damaged.
     pub(super) fn put_by_others(&self, keys: &[ChunkKey]) {
         let mut all = self.answers.lock();
         for key in keys {
-            if all.last(key).is_some_and(|(presence, _)| *presence == RemotePresence::Absent) {
+            if all.last(key).is_some_and(|(presence, _)| !presence.is_there()) {
                 all.young.remove(key);
                 all.old.remove(key);
             }
@@ -162,10 +167,11 @@ mod tests {
         known.set(&key(1), RemotePresence::Absent);
         known.set(&key(2), RemotePresence::There(SlotCodec::None));
         known.set(&key(3), RemotePresence::Damaged);
+        known.set(&key(5), RemotePresence::Damaged);
         known.put_by_others(&[key(0), key(2), key(3), key(4)]);
-        let answers = [0, 1, 2, 3, 4].map(|n| known.get(&key(n)));
+        let answers = [0, 1, 2, 3, 4, 5].map(|n| known.get(&key(n)));
         let (absent, damaged) = (Some(RemotePresence::Absent), Some(RemotePresence::Damaged));
-        assert_eq!(answers, [None, absent, there, damaged, None]);
+        assert_eq!(answers, [None, absent, there, None, None, damaged]);
     }
 
     #[test]

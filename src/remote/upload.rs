@@ -43,8 +43,8 @@ const TRIES: u32 = 3;
 const DELETIONS: u32 = 20;
 /// The pause after which a store that fails is asked again.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
-/// The same for a drive that does not answer, and how long an upload waits for one before it takes
-/// its chunk for removed.
+/// How often it is looked whether a drive answers again, and how long an upload waits for one before
+/// it takes its chunk for removed.
 const DRIVE_AGAIN: Duration = Duration::from_secs(1);
 const DRIVE_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -73,11 +73,35 @@ struct Underway {
 #[derive(Default)]
 struct WaitingUploads {
     chunks: VecDeque<WaitingUpload>,
+    /// Chunks that were not found while a drive does not answer, and when it was last looked
+    /// whether it does.
+    parked: Vec<WaitingUpload>,
+    looked: Option<Instant>,
     active: Vec<Underway>,
     /// The number of the next one.
     next: u64,
     /// Nothing comes into the queue any more.
     is_closed: bool,
+}
+
+impl WaitingUploads {
+    fn len(&self) -> usize {
+        self.chunks.len() + self.parked.len()
+    }
+
+    /// Gives parked chunks their turn: those whose drives answer again, or have not for too long.
+    fn look_again(&mut self) {
+        if self.parked.is_empty() || self.looked.is_some_and(|looked| looked.elapsed() < DRIVE_AGAIN) {
+            return;
+        }
+        self.looked = Some(Instant::now());
+        let (parked, again): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked).into_iter().partition(|chunk| {
+            chunk.log.upgrade().is_some_and(|log| log.is_paused())
+                && chunk.paused.is_some_and(|since| since.elapsed() < DRIVE_PATIENCE)
+        });
+        self.parked = parked;
+        self.chunks.extend(again);
+    }
 }
 
 /// The queue of uploads.
@@ -91,19 +115,23 @@ pub(super) struct Uploads {
 impl Uploads {
     /// Chunks that wait.
     pub(super) fn len(&self) -> usize {
-        self.waiting.lock().chunks.len()
+        self.waiting.lock().len()
     }
 
     /// Takes a chunk, or says why not.
     pub(super) fn push(&self, log: &Arc<Log>, key: ChunkKey) -> Result<(), RemoteCause> {
+        self.take(WaitingUpload { log: Arc::downgrade(log), key, tries: 0, doubtful: None, paused: None })
+    }
+
+    fn take(&self, chunk: WaitingUpload) -> Result<(), RemoteCause> {
         let mut waiting = self.waiting.lock();
         if waiting.is_closed {
             return Err(RemoteCause::Closed);
         }
-        if waiting.chunks.len() >= MOST_WAITING {
+        if waiting.len() >= MOST_WAITING {
             return Err(RemoteCause::QueueFull);
         }
-        waiting.chunks.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0, doubtful: None, paused: None });
+        waiting.chunks.push_back(chunk);
         drop(waiting);
         self.more.notify_one();
         Ok(())
@@ -112,7 +140,7 @@ impl Uploads {
     /// Waits until everything is uploaded or shed; whether it was by `deadline`.
     pub(super) fn wait(&self, deadline: Instant) -> bool {
         let mut waiting = self.waiting.lock();
-        while !waiting.chunks.is_empty() || !waiting.active.is_empty() {
+        while waiting.len() > 0 || !waiting.active.is_empty() {
             if self.less.wait_until(&mut waiting, deadline).timed_out() {
                 return false;
             }
@@ -137,37 +165,45 @@ impl Uploads {
     pub(super) fn close(&self) -> usize {
         let mut waiting = self.waiting.lock();
         waiting.is_closed = true;
-        let chunks = std::mem::take(&mut waiting.chunks);
+        let waited = waiting.len();
+        let gone = (std::mem::take(&mut waiting.chunks), std::mem::take(&mut waiting.parked));
         drop(waiting);
+        drop(gone);
         self.less.notify_all();
-        chunks.len()
+        waited
     }
 
     /// The next chunk, and the number of its upload.
     async fn next(&self) -> (WaitingUpload, u64) {
         loop {
             let more = self.more.notified();
-            {
+            let has_parked = {
                 let mut waiting = self.waiting.lock();
+                waiting.look_again();
                 if let Some(next) = waiting.chunks.pop_front() {
                     let number = waiting.next;
                     waiting.next += 1;
                     waiting.active.push(Underway { number, key: next.key, has_begun: false, tenant: None });
                     return (next, number);
                 }
+                !waiting.parked.is_empty()
+            };
+            if has_parked {
+                drop(tokio::time::timeout(DRIVE_AGAIN, more).await);
+            } else {
+                more.await;
             }
-            more.await;
         }
     }
 
-    /// Takes a chunk back, to be tried again, after the others where `is_last`; whether the queue is
-    /// open.
-    fn again(&self, chunk: WaitingUpload, is_last: bool) -> bool {
+    /// Takes a chunk back: to be tried again, or where it `is_parked`, when its drive answers.
+    /// Whether the queue is open.
+    fn again(&self, chunk: WaitingUpload, is_parked: bool) -> bool {
         let mut waiting = self.waiting.lock();
         if waiting.is_closed {
             return false;
         }
-        if is_last { waiting.chunks.push_back(chunk) } else { waiting.chunks.push_front(chunk) }
+        if is_parked { waiting.parked.push(chunk) } else { waiting.chunks.push_front(chunk) }
         drop(waiting);
         self.more.notify_one();
         true
@@ -232,8 +268,8 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
     active.is_counted = true;
     let shared = Arc::clone(&active.shared);
     let counters = &shared.counters;
-    let again = |chunk, is_last| {
-        if !shared.uploads.again(chunk, is_last) {
+    let again = |chunk, is_parked| {
+        if !shared.uploads.again(chunk, is_parked) {
             counters.not_uploaded.add(RemoteCause::Closed, 1);
         }
     };
@@ -250,9 +286,6 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
                 && log.peek(&chunk.key).is_none()
                 && chunk.paused.get_or_insert_with(Instant::now).elapsed() < DRIVE_PATIENCE =>
         {
-            active.is_counted = false;
-            tokio::time::sleep(DRIVE_AGAIN).await;
-            active.is_counted = true;
             again(chunk, true);
         }
         Err(RemoteCause::Io | RemoteCause::TimedOut) if chunk.tries + 1 < TRIES => {
@@ -441,6 +474,7 @@ mod tests {
             paused: None,
         };
         assert!(uploads.again(chunk(1), false) && uploads.again(chunk(2), false) && uploads.again(chunk(3), true));
+        uploads.waiting.lock().looked = Some(Instant::now() + LEASE);
         let (under_way, number) = runtime.block_on(uploads.next());
         assert_eq!((under_way.key, uploads.close(), uploads.len()), (ChunkKey([2; 32]), 2, 0));
         assert!(!uploads.wait(Instant::now()), "one is under way");
@@ -451,5 +485,21 @@ mod tests {
         assert!(!uploads.again(under_way, false), "it would wait for nobody");
         uploads.ended(number);
         assert!(uploads.wait(Instant::now()) && uploads.settle(|_, _| true, Instant::now()) && uploads.len() == 0);
+    }
+
+    #[test]
+    fn chunks_whose_drive_does_not_answer_count_in_the_queue_and_come_again() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let uploads = Uploads::default();
+        let chunk =
+            || WaitingUpload { log: Weak::new(), key: ChunkKey([1; 32]), tries: 0, doubtful: None, paused: None };
+        assert!(uploads.again(chunk(), true));
+        assert!((1..MOST_WAITING).all(|_| uploads.take(chunk()).is_ok()));
+        assert_eq!((uploads.take(chunk()), uploads.len()), (Err(RemoteCause::QueueFull), MOST_WAITING));
+        // The cache of these is closed, so no drive is waited for.
+        for _ in 0..MOST_WAITING {
+            runtime.block_on(uploads.next());
+        }
+        assert_eq!(uploads.len(), 0);
     }
 }
