@@ -145,7 +145,7 @@ impl RealCache {
         let mut missing = Vec::new();
         for at in 0..found {
             let Some(id) = id(at) else { continue };
-            match tier.get(id, rank(loads, at)) {
+            match tier.get(id, rank(loads, at), Instant::now()) {
                 Some(_) => self.memory_tokens += blocks.tokens.get(at).copied().unwrap_or(0),
                 None => missing.push((id, rank(loads, at))),
             }
