@@ -794,6 +794,7 @@ impl LoadChunkState {
 #[cfg(test)]
 mod tests {
     use std::cmp::Reverse;
+    use std::time::Instant;
 
     use super::*;
     use crate::device::{HugePages, PagedKv, StagingOptions};
@@ -879,7 +880,7 @@ mod tests {
         assert!(state.publish() && state.finished);
         drop(state.take_frames());
 
-        let mut state = one_chunk(ChunkMemory::Hit(tier.get(id, rank).unwrap()));
+        let mut state = one_chunk(ChunkMemory::Hit(tier.get(id, rank, Instant::now()).unwrap()));
         let (step, frame) = state.next_in_memory().unwrap();
         drop(frame);
         assert!(state.begin_scatter(&step));

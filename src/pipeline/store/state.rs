@@ -697,6 +697,7 @@ impl StoreChunkState {
 #[cfg(test)]
 mod tests {
     use std::cmp::Reverse;
+    use std::time::Instant;
 
     use super::*;
     use crate::device::{HugePages, StagingOptions};
@@ -778,9 +779,9 @@ mod tests {
         let (frame, crcs) = state.take_frame(at).unwrap();
         state.committed(at, Ok(true));
         drop(state.take_leftovers());
-        assert!(state.finished && tier.get(id, rank).is_none());
+        assert!(state.finished && tier.get(id, rank, Instant::now()).is_none());
         frame.publish(&crcs);
-        assert_eq!(tier.get(id, rank).unwrap().crc(1), Some(2));
+        assert_eq!(tier.get(id, rank, Instant::now()).unwrap().crc(1), Some(2));
     }
 
     #[test]
