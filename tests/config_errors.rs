@@ -154,7 +154,7 @@ fn unknown_keys_of_our_own_files_and_code_are_errors_with_a_suggestion() {
         ("gds_config: {blocksize: 1}", "did you mean gds_config.block_size?"),
         ("extra_config: {forebay.capacty: 1}", "did you mean capacity?"),
         ("extra_config: {forebay: {capacty: 1}}", "did you mean capacity?"),
-        ("teapot: 1", "the page Configuration"),
+        ("teapot: 1", "docs/configuration.md lists"),
     ] {
         let e = in_file(text);
         assert_eq!(e.kind(), ErrorKind::Config);
