@@ -484,8 +484,9 @@ fn uploads_wait_for_a_drive_that_does_not_answer_and_go_on_when_it_does() {
     while log.answers() {
         load(&one, &p, &a.world.kv(), slots(N, 1));
     }
-    assert!(p.keys().iter().all(|key| remote.upload(&log, *key)));
+    // The drive is left alone for a while yet.
     hangs.store(false, Ordering::SeqCst);
+    assert!(p.keys().iter().all(|key| remote.upload(&log, *key)));
     assert!(remote.wait_uploaded(later()));
     assert_eq!(remote.stats().uploaded, 3);
 }

@@ -201,6 +201,7 @@ fn crashes_while_threads_work_lose_nothing_flushed_and_bring_nothing_back() {
     }
     report(&all, since, (first, seed - 1));
     assert!(all.served.load(Ordering::Relaxed) > images, "the images hold next to nothing");
+    assert!(all.demanded.load(Ordering::Relaxed) > images / 2, "next to nothing had to be there");
 }
 
 /// A workload of which reclaim writes again a part of every segment: a few keys in each are used

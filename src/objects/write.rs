@@ -84,6 +84,7 @@ fn begin(mut put: Begin, spec: Box<PutSpec>) {
         }
         // The drive has room for others.
         Ok(PutOutcome::Leaving(spec)) if Instant::now() < put.deadline => {
+            put.waiting = None;
             core.work.later(PAUSE, Box::new(move || begin(put, spec)));
         }
         Ok(PutOutcome::Leaving(_)) => put.then(Err(ObjectCause::TimedOut)),

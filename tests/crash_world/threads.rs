@@ -97,11 +97,14 @@ impl Observer for Cutter {
         if FAILED.load(Ordering::Relaxed) || !rng.one_in(CRASH_ONE_IN) {
             return;
         }
-        let judged = std::panic::catch_unwind(AssertUnwindSafe(|| world.crash_amid(&mut rng)));
-        if judged.is_err() {
-            // This may be a thread for which others would wait for ever.
-            std::process::exit(101);
-        }
+        or_exit(|| world.crash_amid(&mut rng));
+    }
+}
+
+/// Ends the process where `work` panics: others would wait for this thread for ever.
+fn or_exit(work: impl FnOnce()) {
+    if std::panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
+        std::process::exit(101);
     }
 }
 
@@ -171,9 +174,7 @@ pub fn run(seed: u64, judge: &Arc<Judge>, dir: &Path) {
             let (world, process, working) = (&world, &process, &working);
             scope.spawn(move || {
                 let mut rng = Rng::of(seed, 100 + n);
-                for _ in 0..world.config.steps {
-                    world.step(process, &mut rng);
-                }
+                or_exit(|| (0..world.config.steps).for_each(|_| world.step(process, &mut rng)));
                 working.fetch_sub(1, Ordering::Relaxed);
             });
         }

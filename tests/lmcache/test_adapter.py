@@ -63,7 +63,7 @@ def test_batches_that_have_lmcaches_memory_for_too_long_are_ended(cache: Path, d
     with adapter(spec(cache, door)) as over:
         ended: list[int] = []
         ours = over if door == "plugin" else over._client
-        monkeypatch.setattr(ours._limit, "_store", SimpleNamespace(cancel=ended.append))
+        monkeypatch.setattr(ours._limit, "_store", lambda: SimpleNamespace(cancel=ended.append))
         assert store(over, {1: memory(5000, 1)}) and load(over, {1: memory(5000, None)}) == [True]
         assert len(ours._limit._begun) == 2 and not ended
         monkeypatch.setattr(limits, "MEMORY_S", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Any
 
@@ -40,7 +41,8 @@ class TimeLimit:
 
     def __init__(self, store: forebay.ObjectStore) -> None:
         """Of this store's batches."""
-        self._store, self._begun, self._quiet = store, deque[tuple[float, int]](), Quiet(logger)
+        # A store that nobody closes is closed when it goes.
+        self._store, self._begun, self._quiet = weakref.ref(store), deque[tuple[float, int]](), Quiet(logger)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forebay-limit", daemon=True)
         self._thread.start()
@@ -51,10 +53,11 @@ class TimeLimit:
         return batch
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(LOOK_S) and self._store() is not None:
             while self._begun and time.monotonic() - self._begun[0][0] >= MEMORY_S:
                 # Nearly all have ended long before.
-                if self._store.cancel(self._begun.popleft()[1]):
+                store, (_, batch) = self._store(), self._begun.popleft()
+                if store is not None and store.cancel(batch):
                     self._quiet.warn("late", "a load or a store was ended, as it took %g s: the drive is too slow, or hangs", MEMORY_S)
 
     def close(self) -> None:

@@ -166,11 +166,13 @@ impl Worker {
         self.failed_blocks.extend(span.ids.iter().skip(first).chain(more));
     }
 
-    /// Where a load failed because a drive does not answer, reports its first chunk that did not
-    /// come: this process finds nothing on such a drive for a while, and the scheduler still does.
+    /// Where chunks of a load did not come in time, or a drive is left alone as it does not answer,
+    /// reports the first that did not come: this process finds nothing on such a drive for a while,
+    /// and the scheduler still does.
     fn tell_unread(&mut self, req_id: &str, result: &LoadResult) {
         let answers = self.engine.log().is_none_or(|log| log.answers());
-        if answers && result.missed(MissCause::TimedOut) == 0 {
+        let is_paused = !answers && result.missed(MissCause::NotFound) > 0;
+        if result.missed(MissCause::TimedOut) == 0 && !is_paused {
             return;
         }
         let Some(keys) = self.prompts.get(req_id).map(Prompt::keys) else { return };

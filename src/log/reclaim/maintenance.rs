@@ -30,7 +30,6 @@ pub(in crate::log) fn helpers() -> Helpers {
 pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     let own = volume.own();
     own.iter().for_each(|lane| policy::load(lane, &volume.policy));
-    space::add_first(volume);
     let mut maintenance = Maintenance::default();
     let mut last_scan = Instant::now();
     let mut kept = Instant::now();

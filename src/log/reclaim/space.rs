@@ -38,16 +38,6 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
-/// Makes a segment ready for the first stores, which would wait for it where the drive is slow to
-/// give one; evicts nothing for that, as nobody may store anything.
-pub(super) fn add_first(volume: &Volume) {
-    let Some(lane) = volume.own() else { return };
-    match add_segment(&lane) {
-        Err(e) if e.kind() != ErrorKind::NoSpace => refused(&lane, &e),
-        _ => {}
-    }
-}
-
 /// Frees space for one segment, or less; `false` where nothing can go. `poor`: as [`is_poor`] says.
 fn free_some(volume: &Volume, poor: bool) -> bool {
     give_back_spare(volume)

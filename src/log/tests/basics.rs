@@ -30,18 +30,6 @@ fn what_is_stored_is_found_and_loaded() {
 }
 
 #[test]
-fn a_segment_is_ready_before_the_first_put() {
-    let dir = temp();
-    let log = open(dir.path());
-    let until = soon();
-    while log.ready_segments() == 0 {
-        assert!(std::time::Instant::now() < until, "nobody asked for one");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-    assert_eq!(log.stats().segments, 0, "nothing is in it");
-}
-
-#[test]
 fn a_clean_stop_keeps_everything() {
     let dir = temp();
     let log = open(dir.path());

@@ -522,8 +522,6 @@ fn a_lane_whose_making_was_cut_off_is_made_again() {
     let file = File::options().write(true).open(&path).unwrap();
     file.set_len(0).unwrap();
     file.set_len(len).unwrap();
-    let data = File::options().write(true).open(lane_file(dir.path(), "data.kv")).unwrap();
-    data.set_len(0).unwrap();
     let log = open(dir.path());
     assert!(store(&log, 1));
     drop(log);
