@@ -14,8 +14,9 @@ from forebay._quiet import Quiet
 
 logger = logging.getLogger("forebay.lmcache")
 
-#: The longest that a put or a get uses LMCache's memory, in seconds. LMCache's locks on it expire (`--l1-read-ttl-seconds` and
-#: `--l1-write-ttl-seconds`), and then it may give that memory to other chunks, whether it was answered or not.
+#: The longest that a put or a get uses LMCache's memory, in seconds. LMCache's locks on it expire
+#: (`--l1-read-ttl-seconds`, `--l1-write-ttl-seconds`), and then it may give that memory to other
+#: chunks, whether it was answered or not.
 MEMORY_S = 120.0
 #: How often is looked for batches whose time is over, in seconds.
 LOOK_S = 1.0

@@ -304,7 +304,8 @@ class Linker(UnifiedCacheLinker):
     def _expect(self, tokens: int, load: Any, part: Part) -> None:
         asked = len(part.keys) * part.source.page_size
         if tokens < asked:
-            # Not cancelled: all of the damage before this page is found now, so that a request that comes again is answered.
+            # Not cancelled: all of the damage before this page is found now, so that a request that
+            # comes again is answered.
             raise Missed(part, tokens // part.source.page_size, load.wait().misses)
 
     def _note_failure(self, error: BaseException) -> None:
