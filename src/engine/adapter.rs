@@ -101,6 +101,10 @@ impl ChunkSink for LogSink {
         Some(self.id)
     }
 
+    fn fail(&self, why: &Error) {
+        self.slot.fail(why);
+    }
+
     fn misfit(&self) -> Option<BeginPut> {
         let spec = self.slot.misfit()?;
         let (log, remote) = (Arc::clone(&self.log), self.remote.clone());

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::cause::{MissCause, ShedCause};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::layout::SlotLayout;
 use crate::io::{Buf, Done, Rejected, Request};
 use crate::tier::FrameId;
@@ -77,6 +77,10 @@ pub trait ChunkSink: Send + Sync {
     fn misfit(&self) -> Option<BeginPut> {
         None
     }
+
+    /// Called when the chunk will not be written because of its drive: aborts the put as a write
+    /// that ended with `why` would.
+    fn fail(&self, why: &Error);
 
     /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after
     /// every write has ended well; `done` is called once, with `false` where another process has

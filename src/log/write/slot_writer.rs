@@ -47,10 +47,7 @@ impl SlotWriter {
         let ended = move |mut completion: Completion| {
             completion.buf.iter_mut().for_each(Buf::part);
             if let Err(e) = &completion.result {
-                let failed = put.lock().take();
-                if let Some(failed) = failed {
-                    failed.fail(e);
-                }
+                fail(&put, e);
             }
             drop(put);
             done(completion);
@@ -90,10 +87,22 @@ impl SlotWriter {
         put.map(Put::misfit)
     }
 
+    /// Aborts the put as a write that ended with `why` would.
+    pub fn fail(&self, why: &Error) {
+        fail(&self.put, why);
+    }
+
     /// Aborts the put now; the place stays held until the writes under way have ended.
     pub fn give_up(&self) {
         let put = self.put.lock().take();
         drop(put);
+    }
+}
+
+fn fail(put: &Mutex<Option<Put>>, why: &Error) {
+    let put = put.lock().take();
+    if let Some(put) = put {
+        put.fail(why);
     }
 }
 

@@ -10,7 +10,7 @@ use super::StoreInner;
 use super::state::{NextStep, StoreStep};
 use crate::device::{CopyJob, CopyOutcome, KvDirection};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{AlignedBuf, Buf, Completion, IO_ALIGN, MemorySpace, Rejected, Request, copy_buf};
+use crate::io::{Buf, Completion, MemorySpace, Rejected, Request, copy_buf};
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::seam::{Begun, ChunkSink};
 use crate::tier::{Filling, Rank};
@@ -185,11 +185,8 @@ impl StoreInner {
     /// times out would.
     pub(super) fn fail_unwritten(&self, drives: &BTreeSet<usize>) {
         let sink = self.state.lock().waiting_sink(drives);
-        if let Some(sink) = sink
-            && let Ok(buf) = AlignedBuf::zeroed(IO_ALIGN)
-        {
-            let request = Box::new(sink.request(0, buf.into(), Box::new(|_| ())));
-            Rejected { request, error: hanging() }.answer();
+        if let Some(sink) = sink {
+            sink.fail(&hanging());
         }
     }
 

@@ -726,6 +726,10 @@ mod tests {
             unreachable!("nothing is written")
         }
 
+        fn fail(&self, _: &crate::error::Error) {
+            unreachable!("nothing is written")
+        }
+
         fn commit(&self, _: Vec<u32>, _: Box<dyn FnOnce(crate::error::Result<bool>) + Send>) {
             unreachable!("nothing is written")
         }

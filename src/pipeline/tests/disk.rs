@@ -359,6 +359,10 @@ impl ChunkSink for Slot {
         Some(FrameId { key: self.key, put: PutId { drive: 0, sequence: 1 } })
     }
 
+    fn fail(&self, why: &Error) {
+        self.disk.inside.lock().failed.push((self.slot, why.kind()));
+    }
+
     fn commit(&self, crcs: Vec<u32>, done: CommitDone) {
         let header = SlotHeader {
             layers: SlotHeader::layer_table(&self.layout, &crcs),
