@@ -101,7 +101,7 @@ impl IoStats {
         self.rejected.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn quarantine(&self) {
+    pub(crate) fn quarantine(&self) {
         self.quarantined.fetch_add(1, Ordering::Relaxed);
     }
 

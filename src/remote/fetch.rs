@@ -24,10 +24,10 @@ use super::stats::RemoteCause;
 use super::store::RemoteObject;
 use super::transfer::{Room, Submitted};
 use super::{Shared, restore, transfer};
-use crate::error::ErrorKind;
+use crate::error::{Error, ErrorKind};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::slot::SlotHeader;
-use crate::io::Buf;
+use crate::io::{Buf, Done};
 use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::tier::{Filling, FrameId, MemoryTier, PutId, Rank};
 
@@ -279,10 +279,14 @@ pub(super) async fn bring(
         spec.codec = codec;
         let room = match &room {
             Some(room) => room,
-            None => room.insert(shared.fetch_staging.take(layout.slot_bytes).await?),
+            None => room.insert(Arc::new(shared.fetch_staging.take(layout.slot_bytes).await?)),
         };
         match to.log.begin_put(spec.clone()) {
             Ok(PutOutcome::Started(put)) => {
+                if hangs(shared, &put) {
+                    put.fail(&Error::new(ErrorKind::TimedOut, "writes to the drive hang"));
+                    return Err(RemoteCause::Drive);
+                }
                 let end = fill((shared, to, room), (wanted, &layout, turn), put).await;
                 match end {
                     Err(RemoteCause::Absent | RemoteCause::Expired) => {
@@ -320,9 +324,16 @@ pub(super) async fn bring(
     }
 }
 
+/// Whether the drive of a put has as much memory with it as fetches may use: nothing more is fetched
+/// to it then.
+fn hangs(shared: &Shared, put: &Put) -> bool {
+    let hanging = put.queue().stats().counts().quarantined as u64;
+    hanging * WRITTEN_AT_ONCE as u64 >= shared.fetch_staging.bytes()
+}
+
 /// Reads a chunk's object into its slot; `false` where another process has stored it meanwhile.
 async fn fill(
-    (shared, to, room): (&Shared, &Destination, &Room),
+    (shared, to, room): (&Shared, &Destination, &Arc<Room>),
     (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
     put: Put,
 ) -> Result<bool, RemoteCause> {
@@ -357,8 +368,9 @@ async fn fill(
 struct ComingChunk<'a> {
     shared: &'a Shared,
     to: &'a Destination,
-    /// The chunk's share of the bound on memory. Each part gives back its own when it is written.
-    room: &'a Room,
+    /// The chunk's share of the bound on memory. Each part gives back its own when it is written,
+    /// all of it goes when the last write has ended or timed out.
+    room: &'a Arc<Room>,
     frame: Option<&'a Filling>,
     slot: &'a SlotWriter,
     layout: &'a SlotLayout,
@@ -458,7 +470,15 @@ impl<'a> PartWriter<'a> {
         self.left.start += piece.len() as u64;
         (self.filled, self.checked) = (0, 0);
         let timeout = self.chunk.to.log.options().io_timeout;
-        self.writes.push(transfer::begin(&**slot.queue(), timeout, |done| slot.request(at, piece, done))?);
+        // Also where this fetch is given up before.
+        let room = Arc::clone(self.chunk.room);
+        let request = |done: Done| {
+            slot.request(at, piece, move |completion| {
+                drop(room);
+                done(completion);
+            })
+        };
+        self.writes.push(transfer::begin(&**slot.queue(), timeout, request));
         Ok(())
     }
 
@@ -470,6 +490,7 @@ impl<'a> PartWriter<'a> {
         }
         for write in self.writes {
             let written = transfer::end(&**slot.queue(), write).await?;
+            written.result.map_err(|_| RemoteCause::Drive)?;
             let spare = written.buf.filter(|piece| frame.is_none_or(|frame| !frame.holds(piece)));
             spare.into_iter().for_each(|piece| shared.spare_pieces.put(piece));
         }

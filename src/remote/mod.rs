@@ -11,9 +11,9 @@
 //!   while.
 //! - Nothing fetched is published before its header fits what was asked for and every extent has
 //!   its CRC.
-//! - Memory and queues are bounded; what does not fit is shed and counted. Only what a drive that
-//!   hangs was just writing or reading stays with the drive beside the bound, as in all of its
-//!   queues: were it counted, one such drive would end the fetches to all others.
+//! - Memory and queues are bounded; what does not fit is shed and counted. Only what has timed out
+//!   stays with its drive beside the bound: were it counted, one drive that hangs would end the
+//!   fetches to all others. A drive that has as much as the bound gets nothing more.
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!

@@ -1,15 +1,15 @@
 //! The log's queues and the bounds on memory, for tasks.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::object;
 use super::stats::RemoteCause;
-use crate::error::ErrorKind;
-use crate::io::{Buf, Completion, Done, Queue, Request};
+use crate::error::{Error, ErrorKind};
+use crate::io::{Buf, Completion, Done, Queue, Rejected, Request};
 
 /// The unit in which memory is counted.
 const UNIT: u64 = 4096;
@@ -28,6 +28,11 @@ impl Bound {
     pub(super) fn new(bytes: u64) -> Self {
         let all = units(bytes);
         Self { free: Arc::new(Semaphore::new(all as usize)), all }
+    }
+
+    /// Bytes of all of it.
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.all) * UNIT
     }
 
     /// Waits for room for `bytes`, or for all of the bound where `bytes` is more than that.
@@ -86,22 +91,34 @@ fn units(bytes: u64) -> u32 {
 pub(super) struct Submitted {
     end: oneshot::Receiver<Completion>,
     rejected: Option<Box<Request>>,
+    /// How long a full queue is tried.
+    until: Instant,
 }
 
 /// Submits a request, without waiting for anything.
-pub(super) fn begin(
-    queue: &dyn Queue,
-    timeout: Duration,
-    request: impl FnOnce(Done) -> Request,
-) -> Result<Submitted, RemoteCause> {
+pub(super) fn begin(queue: &dyn Queue, timeout: Duration, request: impl FnOnce(Done) -> Request) -> Submitted {
     let (told, end) = oneshot::channel();
     let request = request(Box::new(move |completion| drop(told.send(completion)))).timeout(timeout);
-    match queue.submit(request) {
-        Ok(()) => Ok(Submitted { end, rejected: None }),
-        Err(rejected) if rejected.error.kind() == ErrorKind::Busy => {
-            Ok(Submitted { end, rejected: Some(rejected.request) })
+    let mut submitted = Submitted { end, rejected: None, until: Instant::now() + timeout };
+    submitted.submit(queue, request);
+    submitted
+}
+
+impl Submitted {
+    /// Submits the request, and keeps it where the queue is full. One that is not taken ends like
+    /// one that failed, so that the log hears of the drive.
+    fn submit(&mut self, queue: &dyn Queue, request: Request) {
+        let Err(Rejected { request, mut error }) = queue.submit(request) else { return };
+        if error.kind() == ErrorKind::Busy {
+            if Instant::now() < self.until {
+                self.rejected = Some(request);
+                return;
+            }
+            if queue.stats().counts().quarantined > 0 {
+                error = Error::new(ErrorKind::TimedOut, "requests that hang keep the drive from taking more");
+            }
         }
-        Err(_) => Err(RemoteCause::Drive),
+        Rejected { request, error }.answer();
     }
 }
 
@@ -109,27 +126,16 @@ pub(super) fn begin(
 pub(super) async fn end(queue: &dyn Queue, mut submitted: Submitted) -> Result<Completion, RemoteCause> {
     while let Some(request) = submitted.rejected.take() {
         tokio::time::sleep(RETRY).await;
-        match queue.submit(*request) {
-            Ok(()) => {}
-            Err(rejected) if rejected.error.kind() == ErrorKind::Busy => submitted.rejected = Some(rejected.request),
-            Err(_) => return Err(RemoteCause::Drive),
-        }
+        submitted.submit(queue, *request);
     }
-    let completion = submitted.end.await.map_err(|_| RemoteCause::Closed)?;
-    match &completion.result {
-        Ok(()) => Ok(completion),
-        Err(_) => Err(RemoteCause::Drive),
-    }
+    submitted.end.await.map_err(|_| RemoteCause::Closed)
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
-    use std::time::Instant;
-
     use super::*;
-    use crate::error::Error;
-    use crate::io::{DirectFile, FileOptions, IoStats, Rejected};
+    use crate::io::{DirectFile, FileOptions, IoStats};
 
     /// A queue that is full for so many requests, and then ends each at once.
     struct FullQueue(AtomicU32, Arc<IoStats>);
@@ -164,10 +170,27 @@ mod tests {
             let queue = FullQueue(AtomicU32::new(full), Arc::default());
             let buf = object::memory(4096).unwrap();
             let request = |done| Request::write(Arc::clone(&file), 0, buf, done);
-            let submitted = begin(&queue, Duration::from_secs(9), request).unwrap();
+            let submitted = begin(&queue, Duration::from_secs(9), request);
             assert_eq!(queue.0.load(Ordering::Relaxed), full.saturating_sub(1), "nobody has waited");
             let over = runtime.block_on(end(&queue, submitted)).unwrap();
             assert_eq!((over.buf.unwrap().len(), queue.0.load(Ordering::Relaxed)), (4096, 0));
+        }
+    }
+
+    #[test]
+    fn a_request_that_is_never_taken_ends_with_an_error() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let place = tempfile::NamedTempFile::new().unwrap();
+        let file = Arc::new(DirectFile::open(place.path(), FileOptions::read_write()).unwrap());
+        for hangs in [false, true] {
+            let queue = FullQueue(AtomicU32::new(u32::MAX), Arc::default());
+            if hangs {
+                queue.1.quarantine();
+            }
+            let request = |done| Request::write(Arc::clone(&file), 0, object::memory(4096).unwrap(), done);
+            let submitted = begin(&queue, Duration::from_millis(5), request);
+            let error = runtime.block_on(end(&queue, submitted)).unwrap().result.unwrap_err();
+            assert_eq!(error.kind(), if hangs { ErrorKind::TimedOut } else { ErrorKind::Busy });
         }
     }
 

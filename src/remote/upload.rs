@@ -288,6 +288,10 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
         {
             again(chunk, true);
         }
+        // A read has timed out.
+        Err(RemoteCause::Drive) if chunk.paused.is_some_and(|since| since.elapsed() < DRIVE_PATIENCE) => {
+            again(chunk, true);
+        }
         Err(RemoteCause::Io | RemoteCause::TimedOut) if chunk.tries + 1 < TRIES => {
             chunk.tries += 1;
             again(chunk, false);
@@ -337,7 +341,7 @@ async fn upload(
             Err(cause) => return Err(cause),
         }
     }
-    let object = read(shared, log, &chunk).await?;
+    let object = read(shared, log, (&chunk, &mut waiting.paused)).await?;
     let bytes = object.iter().map(|part| part.len() as u64).sum();
     let put = shared.bucket.put(&name, object, replaces).await;
     // Also where the put has failed: the store may have the object all the same. What was stored
@@ -413,9 +417,13 @@ async fn is_on_a_drive(log: &Log, key: &ChunkKey) -> bool {
 }
 
 /// The object of a chunk, verified.
-async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Bytes>, RemoteCause> {
+async fn read(
+    shared: &Shared,
+    log: &Arc<Log>,
+    (chunk, paused): (&Chunk, &mut Option<Instant>),
+) -> Result<Vec<Bytes>, RemoteCause> {
     let layout = chunk.layout.clone();
-    let header = piece(log, chunk, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
+    let header = piece(log, (chunk, paused), (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
     let bad = || {
         // A chunk may have no lease, as in a read-only cache: then its slot may have been erased.
         if log.report_bad(chunk, Bad::Corrupt) { RemoteCause::Corrupt } else { RemoteCause::Gone }
@@ -424,7 +432,7 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     let mut pieces = Vec::new();
     for cut in object::cuts(&layout, READ_BYTES) {
         give_way(log).await;
-        pieces.push(piece(log, chunk, cut).await?);
+        pieces.push(piece(log, (chunk, paused), cut).await?);
     }
     let (layers, of) = (header.layers.clone(), layout.clone());
     let verified = move || {
@@ -449,12 +457,23 @@ async fn give_way(log: &Log) {
     }
 }
 
-async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<crate::io::Buf, RemoteCause> {
+async fn piece(
+    log: &Log,
+    (chunk, paused): (&Chunk, &mut Option<Instant>),
+    (offset, len): (u64, usize),
+) -> Result<crate::io::Buf, RemoteCause> {
     let drive = log.drive(chunk.drive).ok_or(RemoteCause::Closed)?;
     let buf = object::memory(len)?;
     let request = |done| Request::read(Arc::clone(&chunk.file), chunk.slot_offset + offset, buf, done);
-    let read = transfer::begin(&*drive.read, log.options().io_timeout, request)?;
+    let read = transfer::begin(&*drive.read, log.options().io_timeout, request);
     let completion = transfer::end(&*drive.read, read).await?;
+    if let Err(e) = completion.result {
+        if e.kind() == ErrorKind::TimedOut {
+            log.report_bad(chunk, Bad::TimedOut);
+            paused.get_or_insert_with(Instant::now);
+        }
+        return Err(RemoteCause::Drive);
+    }
     completion.buf.ok_or(RemoteCause::Drive)
 }
 
