@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::batch::ObjectCause;
+use super::batch::{ObjectCause, Ticket};
 use super::direct::CallerRegions;
 use super::losses::Losses;
 use super::pins::ObjectPins;
-use super::removal::RemovalThread;
+use super::removal::{Mended, RemovalThread};
 use super::stats::ObjectCounters;
 use super::work::Workers;
 use crate::error::{Error, ErrorKind};
@@ -21,6 +21,8 @@ use crate::log::{Log, Opening};
 
 /// How soon a transfer that a full queue refused is tried again.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
+/// How often it is looked whether a removal takes too long.
+const WATCH_PAUSE: Duration = Duration::from_millis(500);
 
 pub(super) struct Core {
     pub(super) opening: Arc<Opening>,
@@ -73,6 +75,35 @@ impl Core {
         let (core, queue) = (Arc::clone(self), Arc::clone(queue));
         let again = move || core.submit_until(&queue, *rejected.request, deadline);
         self.work.later(BUSY_PAUSE, Box::new(again));
+    }
+
+    /// Has objects deleted.
+    pub(super) fn delete(self: &Arc<Self>, names: Vec<(Vec<u8>, Ticket)>) {
+        self.removal.delete(names);
+        self.watch_removals();
+    }
+
+    /// Has what is left of an object that has lost parts removed, if it has, then runs `then` with
+    /// how that went.
+    pub(super) fn mend(self: &Arc<Self>, key: ChunkKey, then: Mended) {
+        self.removal.mend(key, then);
+        self.watch_removals();
+    }
+
+    fn watch_removals(self: &Arc<Self>) {
+        if self.removal.wants_watch() {
+            self.look_at_removals();
+        }
+    }
+
+    fn look_at_removals(self: &Arc<Self>) {
+        let core = Arc::clone(self);
+        let look = move || {
+            if core.removal.look(core.io_timeout * 3 / 2) {
+                core.look_at_removals();
+            }
+        };
+        self.work.later(WATCH_PAUSE, Box::new(look));
     }
 
     /// Runs `job` on a worker.

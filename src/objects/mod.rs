@@ -176,7 +176,7 @@ impl ObjectStore {
             ObjectRequest::Exists(keys) => self.start(BatchKind::Exists, keys, |keys| {
                 self.core.ready(move |core| get::exists(core, keys));
             }),
-            ObjectRequest::Delete(keys) => self.start(BatchKind::Delete, keys, |keys| self.core.removal.delete(keys)),
+            ObjectRequest::Delete(keys) => self.start(BatchKind::Delete, keys, |keys| self.core.delete(keys)),
         }
     }
 

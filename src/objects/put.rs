@@ -72,7 +72,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, options: P
             Ok(()) => own.work.clone().begin(Box::new(move || write(&own, &log, vec![item], terms))),
             Err(cause) => item.ticket.no(cause),
         };
-        core.removal.mend(key, Box::new(store));
+        core.mend(key, Box::new(store));
     }
     write(core, &log, missing, terms);
 }

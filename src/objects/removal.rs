@@ -2,8 +2,10 @@
 //!
 //! Invariants: a deletion is answered with yes only after it is durable; after the deadline of a
 //! close nothing more is begun, as each removal may take as long as the drive is waited for; nobody
-//! waits for one after the other to time out, nor for one that the drive never ends.
+//! waits for one after the other to time out, nor for one that the drive never ends, as where the
+//! kernel keeps a hole waiting for a read that hangs: workers look whether one takes too long.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,7 +24,7 @@ use crate::log::{Log, Opening};
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// What goes on when what is left of an object is removed, or could not be.
-type Mended = Box<dyn FnOnce(Result<(), ObjectCause>) + Send>;
+pub(super) type Mended = Box<dyn FnOnce(Result<(), ObjectCause>) + Send>;
 
 enum Message {
     Delete(Vec<(Vec<u8>, Ticket)>),
@@ -30,24 +32,43 @@ enum Message {
     Mend(ChunkKey, Mended),
 }
 
+/// Answers for a message, with which keys were there.
+type Answer = Box<dyn FnOnce(Result<Vec<bool>, ObjectCause>) + Send>;
+
+/// A removal under way.
+struct RemovalUnderway {
+    began: Instant,
+    /// `None` once it is answered.
+    answer: Option<Answer>,
+}
+
+/// What the thread does, and what it has to do: each message with the time of its sending.
+struct Removals {
+    receive: Receiver<(Instant, Message)>,
+    current: Mutex<Option<RemovalUnderway>>,
+    /// When nothing more is begun.
+    until: OnceLock<Instant>,
+    /// Somebody will look whether a removal takes too long.
+    is_watched: AtomicBool,
+}
+
 /// The way to the thread.
 pub(super) struct RemovalThread {
-    /// Takes each message with the time of its sending.
     send: Mutex<Option<Sender<(Instant, Message)>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// When nothing more is begun.
-    until: Arc<OnceLock<Instant>>,
+    removals: Arc<Removals>,
 }
 
 impl RemovalThread {
     pub(super) fn start(opening: Arc<Opening>) -> error::Result<Self> {
         let (send, receive) = crossbeam_channel::unbounded();
-        let until = Arc::new(OnceLock::new());
-        let end = Arc::clone(&until);
-        let run = move || run(&opening, &receive, &end);
+        let (current, until, is_watched) = (Mutex::default(), OnceLock::new(), AtomicBool::new(false));
+        let removals = Arc::new(Removals { receive, current, until, is_watched });
+        let own = Arc::clone(&removals);
+        let run = move || run(&opening, &own);
         let spawned = std::thread::Builder::new().name("fb-object-rm".to_owned()).spawn(run);
         let thread = spawned.map_err(|e| Error::io("cannot start a thread of the object store", e))?;
-        Ok(Self { send: Mutex::new(Some(send)), thread: Mutex::new(Some(thread)), until })
+        Ok(Self { send: Mutex::new(Some(send)), thread: Mutex::new(Some(thread)), removals })
     }
 
     fn send(&self, message: Message) {
@@ -61,7 +82,36 @@ impl RemovalThread {
 
     /// Begins nothing more from `deadline` on; the first call counts.
     pub(super) fn end_by(&self, deadline: Instant) {
-        let _ = self.until.set(deadline);
+        let _ = self.removals.until.set(deadline);
+    }
+
+    /// Whether the caller is to [`look`](Self::look) some time: nobody else will.
+    pub(super) fn wants_watch(&self) -> bool {
+        !self.removals.is_watched.swap(true, Ordering::AcqRel)
+    }
+
+    /// Answers for a removal that has taken `most`, and for what waits behind it; whether to look
+    /// again some time.
+    pub(super) fn look(&self, most: Duration) -> bool {
+        let Removals { receive, current, is_watched, .. } = &*self.removals;
+        let mut under_way = current.lock();
+        let is_late = under_way.as_ref().is_some_and(|removal| removal.began.elapsed() >= most);
+        let answer = under_way.as_mut().filter(|_| is_late).and_then(|removal| removal.answer.take());
+        let is_busy = under_way.is_some();
+        drop(under_way);
+        if let Some(answer) = answer {
+            tracing::warn!("a drive keeps a removal of objects from ending: what waits for it is answered");
+            answer(Err(ObjectCause::TimedOut));
+        }
+        if is_late {
+            receive.try_iter().for_each(|(_, message)| message.refuse(ObjectCause::TimedOut));
+        }
+        if is_busy || !receive.is_empty() {
+            return true;
+        }
+        is_watched.store(false, Ordering::Release);
+        // What was sent just before that saw it watched.
+        !receive.is_empty() && self.wants_watch()
     }
 
     pub(super) fn delete(&self, names: Vec<(Vec<u8>, Ticket)>) {
@@ -107,11 +157,28 @@ impl Message {
     }
 }
 
-fn run(opening: &Opening, receive: &Receiver<(Instant, Message)>, until: &OnceLock<Instant>) {
+impl Removals {
+    /// Removes keys, and has whoever waits for it answered, here or by whom that takes too long.
+    fn remove(&self, log: &Arc<Log>, keys: &[ChunkKey], answer: Answer) -> Result<(), ObjectCause> {
+        *self.current.lock() = Some(RemovalUnderway { began: Instant::now(), answer: Some(answer) });
+        let removed = log.remove(keys).map_err(|e| {
+            tracing::warn!(error = %e, "objects, or what is left of them, could not be removed");
+            ObjectCause::of_transfer(&e)
+        });
+        let end = removed.as_ref().map(drop).map_err(|cause| *cause);
+        let under_way = self.current.lock().take();
+        if let Some(answer) = under_way.and_then(|removal| removal.answer) {
+            answer(removed);
+        }
+        end
+    }
+}
+
+fn run(opening: &Opening, removals: &Removals) {
     // When a removal has last timed out.
     let mut late: Option<Instant> = None;
-    while let Ok((sent, message)) = receive.recv() {
-        if until.get().is_some_and(|until| *until <= Instant::now()) {
+    while let Ok((sent, message)) = removals.receive.recv() {
+        if removals.until.get().is_some_and(|until| *until <= Instant::now()) {
             message.refuse(ObjectCause::Closed);
             continue;
         }
@@ -120,16 +187,14 @@ fn run(opening: &Opening, receive: &Receiver<(Instant, Message)>, until: &OnceLo
             message.refuse(ObjectCause::TimedOut);
             continue;
         }
-        let open = opening.log();
-        let log = open.as_ref();
+        let Some(log) = opening.log() else {
+            message.refuse(ObjectCause::Closed);
+            continue;
+        };
         let end = match message {
-            Message::Delete(names) => delete(log, names),
-            Message::Clean(keys) => clean(log, &keys),
-            Message::Mend(key, then) => {
-                let end = log.map_or(Err(ObjectCause::Closed), |log| mend(log, key));
-                then(end);
-                end
-            }
+            Message::Delete(names) => delete(removals, &log, names),
+            Message::Clean(keys) => removals.remove(&log, &keys, Box::new(drop)),
+            Message::Mend(key, then) => mend(removals, &log, key, then),
         };
         if end == Err(ObjectCause::TimedOut) {
             late = Some(Instant::now());
@@ -137,31 +202,19 @@ fn run(opening: &Opening, receive: &Receiver<(Instant, Message)>, until: &OnceLo
     }
 }
 
-fn mend(log: &Arc<Log>, key: ChunkKey) -> Result<(), ObjectCause> {
+fn mend(removals: &Removals, log: &Arc<Log>, key: ChunkKey, then: Mended) -> Result<(), ObjectCause> {
     // Looked up again: this may come after the mending of another put of the key, which has stored
     // it anew.
-    let Presence::Broken(version) = presence(log, &key) else { return Ok(()) };
+    let Presence::Broken(version) = presence(log, &key) else {
+        then(Ok(()));
+        return Ok(());
+    };
     let mut keys = version.keys();
     keys.insert(0, key);
-    log.remove(&keys).map(drop).map_err(|e| {
-        tracing::warn!(error = %e, "what is left of an object that lost a part could not be removed");
-        ObjectCause::of_transfer(&e)
-    })
+    removals.remove(log, &keys, Box::new(move |removed| then(removed.map(drop))))
 }
 
-fn clean(log: Option<&Arc<Log>>, keys: &[ChunkKey]) -> Result<(), ObjectCause> {
-    let Some(log) = log else { return Err(ObjectCause::Closed) };
-    log.remove(keys).map(drop).map_err(|e| {
-        tracing::debug!(error = %e, "parts of an unfinished object stay until their segment is reclaimed");
-        ObjectCause::of_transfer(&e)
-    })
-}
-
-fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) -> Result<(), ObjectCause> {
-    let Some(log) = log else {
-        names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
-        return Err(ObjectCause::Closed);
-    };
+fn delete(removals: &Removals, log: &Arc<Log>, names: Vec<(Vec<u8>, Ticket)>) -> Result<(), ObjectCause> {
     let (mut keys, mut tickets) = (Vec::new(), Vec::new());
     let mut parts = Vec::new();
     for (name, ticket) in names {
@@ -177,20 +230,15 @@ fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) -> Result<(), O
         tickets.push(ticket);
     }
     // Heads first: a get in between finds no object rather than half of one.
-    let heads = keys.len();
     keys.extend(parts);
-    match log.remove(&keys) {
+    let answer = move |removed: Result<Vec<bool>, ObjectCause>| match removed {
+        // Those of the parts come after them.
         Ok(there) => {
-            for (ticket, there) in tickets.into_iter().zip(there.into_iter().take(heads)) {
+            for (ticket, there) in tickets.into_iter().zip(there) {
                 if there { ticket.answer(KeyResult::yes(0)) } else { ticket.no(ObjectCause::NotFound) }
             }
-            Ok(())
         }
-        Err(e) => {
-            tracing::warn!(error = %e, "objects could not be removed");
-            let cause = ObjectCause::of_transfer(&e);
-            tickets.into_iter().for_each(|ticket| ticket.no(cause));
-            Err(cause)
-        }
-    }
+        Err(cause) => tickets.into_iter().for_each(|ticket| ticket.no(cause)),
+    };
+    removals.remove(log, &keys, Box::new(answer))
 }

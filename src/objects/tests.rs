@@ -154,6 +154,33 @@ fn a_removal_that_hangs_keeps_no_close_from_ending() {
 }
 
 #[test]
+fn a_removal_that_hangs_is_answered_with_all_that_waits_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = small_cache(dir.path());
+    options.settings.io_timeout_ms = 1000;
+    let removals = HungRemovals::new(&mut options);
+    let store = ObjectStore::open_with(options).unwrap();
+    let keys: Vec<Vec<u8>> = (0..3).map(|n| vec![n]).collect();
+    store_all(&store, &keys);
+    let delete = |key: &Vec<u8>| store.submit_delete(vec![key.clone()]).unwrap();
+    let ends = |id| store.wait(id, SOON).unwrap().results;
+    let begun = Instant::now();
+    // A removal may also time out before it flushes.
+    while begun.elapsed() < SOON && removals.told.is_empty() {
+        assert_eq!(ends(delete(&keys[0])), [KeyResult::no(ObjectCause::TimedOut)]);
+    }
+    let (tell, told) = crossbeam_channel::unbounded();
+    store.core.mend(object_key(b"another"), Box::new(move |end| tell.send(end).unwrap()));
+    assert_eq!(ends(delete(&keys[1])), [KeyResult::no(ObjectCause::TimedOut)]);
+    assert_eq!(told.recv_timeout(SOON), Ok(Err(ObjectCause::TimedOut)));
+    removals.hang.store(false, Ordering::SeqCst);
+    drop(removals.gate);
+    while !ends(delete(&keys[2]))[0].ok {
+        assert!(begun.elapsed() < SOON, "the thread goes on when the drive answers");
+    }
+}
+
+#[test]
 fn what_waits_behind_a_removal_that_times_out_is_answered_with_it() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = small_cache(dir.path());
