@@ -290,7 +290,7 @@ pub struct DriveSettings {
     /// Its cache directory.
     pub path: PathBuf,
     /// Nothing new is stored there; what it holds is served until it is evicted.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "value::loose")]
     pub drain: bool,
 }
 

@@ -262,8 +262,8 @@ impl Engine {
         Prompt::from_keys(names, self.inner.geometry.chunk_tokens)
     }
 
-    /// Takes no more calls, waits for loads and stores under way, flushes and gives the cache up, all
-    /// of it until `deadline`.
+    /// Takes no more calls, waits for loads and stores under way, flushes and gives the cache up: all
+    /// of it until `deadline`, and up to two I/O time-outs more where a drive hangs.
     ///
     /// # Errors
     /// [`crate::ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost),

@@ -9,7 +9,8 @@ use crate::error::{ErrorKind, Result};
 
 /// Errors in a row after which a drive is left alone.
 const LIMIT: u32 = 4;
-/// Errors further apart than this are not in a row, even if no success was reported between them.
+/// Errors further apart than this, and than four pauses, are not in a row, even if no success was
+/// reported between them. A load is given up after two time-outs, and a pause lasts one.
 const ROW: Duration = Duration::from_secs(120);
 
 /// One drive's health.
@@ -49,7 +50,7 @@ impl DriveHealth {
             return;
         }
         let (now, mut state) = (Instant::now(), self.state.lock());
-        let begins = state.last.is_none_or(|last| now.duration_since(last) > ROW.max(self.pause * 2));
+        let begins = state.last.is_none_or(|last| now.duration_since(last) > ROW.max(self.pause * 4));
         state.errors = if begins { 1 } else { state.errors.saturating_add(1) };
         state.last = Some(now);
         if state.errors >= LIMIT {

@@ -108,6 +108,11 @@ pub(in crate::log) fn region_kept(sb: &Superblock, slot_bytes: u64) -> u64 {
 /// Most bytes of data.kv, holes included: file systems limit the length of a file.
 const MOST_FILE_BYTES: u64 = 8 << 40;
 
+/// Whether a lane was made for a capacity so much larger that little or nothing fits this one.
+pub(in crate::log) fn is_too_large(capacity_bytes: u64, sb: &Superblock) -> bool {
+    capacity_bytes < LEAST_SEGMENTS * sb.segment_bytes
+}
+
 /// Segments that a lane should have at most while its chunks are evicted singly.
 pub(in crate::log) fn most_segments(capacity_bytes: u64, sb: &Superblock, slot_bytes: u64) -> u64 {
     let full = (capacity_bytes / sb.segment_bytes.max(1)).max(4);

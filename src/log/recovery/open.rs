@@ -209,6 +209,16 @@ impl Surroundings {
     ) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
+        if role == LaneRole::Own && sizes::is_too_large(self.capacity_bytes(), &superblock) {
+            let mib = |bytes: u64| bytes >> 20;
+            tracing::warn!(
+                lane = %candidate.dir.display(),
+                "little or nothing can be stored: this cache was made for a larger capacity, with segments of {} MiB, and \
+                 its capacity is {} MiB now; make it anew with `forebay purge DIR --all`, or raise capacity",
+                mib(superblock.segment_bytes),
+                mib(self.capacity_bytes())
+            );
+        }
         let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = shared_state(ctx, &candidate.dir, segments)?;
         if role == LaneRole::Adopted {
