@@ -42,7 +42,7 @@ const AFTER_HELP: &str = "\
 A server's stores of the last moments may be missing. Ages are those of the oldest and newest chunk that is served.
 
 Space is taken in whole segments before it is filled: `reserved` is what of them holds no chunk yet, and counts against the capacity \
-(docs/configuration.md, Capacity, and what a small cache takes). What is in a server's memory tier, its metrics tell. Exit status 3: a lane cannot be read, or the cache does not open.
+(docs/configuration.md, Capacity, and what a small cache takes). What is in a server's memory tier, its metrics tell. Exit status 3: a lane, or one of several directories, cannot be read, or the cache does not open.
 
 Examples:
   forebay stat /mnt/nvme/forebay
@@ -54,7 +54,16 @@ pub(crate) fn run(args: &StatArgs, context: &Context) -> Result<Outcome> {
     let mut drives = Vec::new();
     let mut complete = true;
     for directory in &args.directories {
-        let drive = drive(args, directory)?;
+        let drive = match drive(args, directory) {
+            // A drive that is gone hides no other.
+            Err(e) if args.directories.len() > 1 => {
+                out::tell(&format!("passed over: {e}"));
+                complete = false;
+                drives.push(json!({"directory": directory.display().to_string(), "error": e.to_string()}));
+                continue;
+            }
+            drive => drive?,
+        };
         complete &= drive["unreadable_lanes"].as_array().is_none_or(Vec::is_empty) && drive["budget_damage"].is_null();
         drives.push(drive);
     }
@@ -66,7 +75,7 @@ pub(crate) fn run(args: &StatArgs, context: &Context) -> Result<Outcome> {
         }
         out::print_json(&all)?;
     } else {
-        for drive in &drives {
+        for drive in drives.iter().filter(|drive| drive["error"].is_null()) {
             show(drive)?;
         }
         if let Some(url) = &args.remote {

@@ -117,6 +117,9 @@ struct ShardReport {
     /// What ended the work on this shard.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
+    /// The store has failed for too long.
+    #[serde(skip)]
+    store_failed: bool,
 }
 
 /// Runs the command.
@@ -222,11 +225,9 @@ impl Reports {
     /// Works on a shard, unless somebody has asked to stop or the store has failed for too long. An
     /// error keeps no other shard back.
     fn add<T>(&mut self, job: &Job<T>, work: impl FnOnce(&mut ShardReport) -> Result<()>) {
-        if stop::asked() || self.error.as_ref().is_some_and(|e| e.kind() == ErrorKind::TimedOut) {
-            return;
-        }
         let mut report = job.report();
-        if let Err(error) = work(&mut report) {
+        let is_over = stop::asked() || self.all.iter().any(|r| r.store_failed);
+        if !is_over && let Err(error) = work(&mut report) {
             report.error = Some(error.to_string());
             self.error.get_or_insert(error);
         }
@@ -367,6 +368,7 @@ impl Sync<'_> {
             }
             let stats = remote.stats();
             outcome = watch.see(&stats, stats.uploaded + stats.present);
+            report.store_failed = outcome.is_err();
         }
         remote.close();
         let stats = remote.stats();
@@ -397,6 +399,7 @@ impl Sync<'_> {
         while outcome.is_ok() && !stop::asked() && !fetch.wait(Instant::now() + TICK) {
             let stats = remote.stats();
             outcome = watch.see(&stats, report.present + stats.fetched);
+            report.store_failed = outcome.is_err();
         }
         fetch.cancel();
         remote.close();
@@ -405,6 +408,10 @@ impl Sync<'_> {
         (report.moved, report.moved_bytes) = (stats.fetched, stats.fetched_bytes);
         report.fail(&stats.not_fetched);
         report.left = report.chunks.saturating_sub(there() + report.failed_chunks());
+        if room >= wanted && stats.not_fetched.iter().any(|(cause, n)| *cause == "no_space" && *n > 0) {
+            // The cache takes less than its capacity says, or others fill it.
+            report.failed.insert("no_space".to_owned(), std::mem::take(&mut report.left));
+        }
         report.no_room = bound.filter(|_| room < wanted && report.left > 0);
         outcome.and(log.flush()).and(log.close(Instant::now() + CLOSE))
     }

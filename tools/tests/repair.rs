@@ -92,6 +92,8 @@ fn stat_tells_of_a_cache_in_use() {
     let disk = drive["disk_bytes"].as_u64().unwrap();
     assert_eq!(drive["capacity_left_bytes"].as_u64().unwrap() + disk, 64 << 20);
     assert!(drive["free_above_floor_bytes"].as_u64() < drive["free_bytes"].as_u64());
+    let gone = forebay(dir.path(), &["stat", "gone", ".", "--json"]).expect(3).json();
+    assert!(gone["drives"][0]["error"].is_string() && gone["drives"][1]["disk_bytes"].is_u64(), "{gone}");
     let two = forebay(dir.path(), &["stat", ".", ".", "--json", "--capacity", "64MiB"]).expect(0).json();
     assert_eq!(two["drives"][1]["capacity_bytes"], 32 << 20, "drives share it");
     let shard = &drive["namespaces"][0]["shards"][0];

@@ -226,6 +226,23 @@ fn models_share_the_room_of_a_drive_and_what_has_come_stays() {
     assert!(why.starts_with("no room: ") && why.contains("left of the capacity"), "{down}");
 }
 
+/// Segments of 64 MiB, of a larger capacity, do not fit 16 MiB.
+#[test]
+fn a_cache_that_takes_nothing_is_a_problem_and_says_what_to_do() {
+    let w = World::new();
+    w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);
+    w.run(&format!("sync up a --remote {REMOTE}")).expect(0);
+    down_with(&w, "4GiB", &["--limit", "1"]);
+    let mut env = w.env();
+    env.push(("FOREBAY_CAPACITY".into(), "16MiB".into()));
+    let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+    let words = ["sync", "down", "b", "--remote", REMOTE, "--json"];
+    let down = forebay_with(w.dir.path(), &words, &env).expect(3);
+    assert!(down.stderr.contains("made for a larger capacity"), "{}", down.stderr);
+    let shard = &down.json()["shards"][0];
+    assert_eq!((&shard["failed"]["no_space"], &shard["moved"]), (&shard["chunks"], &Value::from(0)), "{shard}");
+}
+
 #[test]
 fn the_time_out_of_requests_can_be_set_as_errors_advise() {
     let w = World::new();

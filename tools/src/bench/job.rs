@@ -239,6 +239,9 @@ impl Job {
         if self.numjobs == 0 || self.numjobs > MAX_NUMJOBS {
             return bad(format!("numjobs must be 1 to {MAX_NUMJOBS}"));
         }
+        if self.kv.chunks == 0 {
+            return bad("chunks must be at least 1".to_owned());
+        }
         if self.time_based && self.runtime.is_none() {
             return bad("time_based needs a runtime".to_owned());
         }

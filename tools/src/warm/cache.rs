@@ -130,7 +130,10 @@ impl CacheSink {
         if result.sheds.is_empty() {
             state.stored.extend(keys(&prompt, &piece.tokens));
         }
-        state.done.shed_chunks += result.sheds.iter().map(|(_, n)| *n as u64).sum::<u64>();
+        for (cause, chunks) in &result.sheds {
+            state.done.shed_chunks += *chunks as u64;
+            *state.done.sheds.entry(cause.as_str()).or_default() += *chunks as u64;
+        }
         if self.verify && result.sheds.is_empty() {
             place.fill(|_, bytes| vec![0xa5; bytes])?;
             let mut request = LoadRequest::new(&prompt, &place.kv, slots(&piece.tokens));
@@ -281,6 +284,6 @@ impl Sink for CacheSink {
             }
             engine.close(Instant::now() + PATIENCE)?;
         }
-        Ok(state.done)
+        Ok(std::mem::take(&mut state.done))
     }
 }

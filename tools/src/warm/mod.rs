@@ -334,6 +334,10 @@ fn text(summary: &Summary) -> String {
             done.shed_chunks
         ));
     }
+    if !done.sheds.is_empty() {
+        let causes: Vec<String> = done.sheds.iter().map(|(cause, chunks)| format!("{cause} {chunks}")).collect();
+        text.push_str(&format!("not taken: {}; docs/metrics.md says what each cause means\n", causes.join(", ")));
+    }
     if done.evicted_chunks > 0 {
         text.push_str(&format!(
             "{} chunks were evicted again: the dumps do not fit; raise `capacity`, or import fewer\n",

@@ -1,5 +1,6 @@
 //! Where imported KV goes.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use forebay::Result;
@@ -10,7 +11,7 @@ use super::dump::DumpInfo;
 use super::piece::Piece;
 
 /// What became of the pieces.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Imported {
     /// Chunks stored.
     pub(crate) stored_chunks: u64,
@@ -18,6 +19,8 @@ pub(crate) struct Imported {
     pub(crate) stored_bytes: u64,
     /// Chunks that the cache did not take.
     pub(crate) shed_chunks: u64,
+    /// Why, each cause with its chunks.
+    pub(crate) sheds: BTreeMap<&'static str, u64>,
     /// Chunks stored, or found there and verified, that were evicted before the end.
     pub(crate) evicted_chunks: u64,
     /// Bytes loaded back and compared.

@@ -13,6 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use forebay::{Error, ErrorKind, Result};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use super::server::Server;
@@ -68,7 +69,8 @@ impl Launch<'_> {
         let connector = json!({
             "kv_connector": "ForebayConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cache_dir": cache_dir},
+            // As a list: in a text a comma separates drives.
+            "kv_connector_extra_config": {"cache_dir": [cache_dir]},
         });
         let mut command = Command::new(self.python);
         command.args(["-c", SERVER, &std::process::id().to_string()]);
@@ -113,29 +115,34 @@ fn free_port() -> Result<u16> {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // The shell's `kill` instead of a system call: this program has no unsafe code.
-        let pid = self.child.id().to_string();
-        let asked = Command::new("kill").args(["-TERM", &pid]).status().is_ok_and(|s| s.success());
         let deadline = Instant::now() + STOP_PATIENCE;
-        while asked && Instant::now() < deadline {
-            if matches!(self.child.try_wait(), Ok(Some(_)) | Err(_)) {
+        let mut asked = false;
+        // One that has ended may have given its number to another process.
+        while let Ok(None) = self.child.try_wait() {
+            if !asked {
+                let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+                asked = true;
+            }
+            if Instant::now() >= deadline {
+                let pid = Pid::from_child(&self.child);
+                tracing::warn!(pid = pid.as_raw_nonzero(), "vLLM did not stop and is killed");
+                let started = descendants(pid);
+                let _ = self.child.kill();
+                for process in started {
+                    let _ = kill_process(process, Signal::KILL);
+                }
+                let _ = self.child.wait();
                 return;
             }
             std::thread::sleep(LOOK_EVERY);
         }
-        tracing::warn!(pid, "vLLM did not stop and is killed");
-        let started = descendants(&pid);
-        let _ = self.child.kill();
-        if !started.is_empty() {
-            let _ = Command::new("kill").arg("-KILL").args(&started).status();
-        }
-        let _ = self.child.wait();
     }
 }
 
-/// Ids of the processes that process `pid` has started, and of those that they have.
-fn descendants(pid: &str) -> Vec<String> {
+/// The processes that process `pid` has started, and those that they have.
+fn descendants(pid: Pid) -> Vec<Pid> {
+    let pid = pid.as_raw_nonzero();
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let with_theirs = |child: &str| [vec![child.to_owned()], descendants(child)].concat();
-    children.split_whitespace().flat_map(with_theirs).collect()
+    let children = children.split_whitespace().filter_map(|child| Pid::from_raw(child.parse().ok()?));
+    children.flat_map(|child| [vec![child], descendants(child)].concat()).collect()
 }

@@ -243,8 +243,8 @@ fn estimate(args: &PromptsArgs, prompts: &[Prompt], summary: &mut Summary) -> Re
     Ok(())
 }
 
-/// Sends all prompts from several threads; an error is one of our own (the journal cannot be
-/// written).
+/// Sends all prompts from several threads; an error ends it: the server is gone, or the journal
+/// cannot be written.
 fn send(
     prompts: &[Prompt],
     (server, model, jobs): (&Server, &str, usize),
@@ -261,7 +261,11 @@ fn send(
                 loop {
                     let Some(prompt) = next.lock().next().filter(|_| shared.lock().1.is_none()) else { return };
                     let answer = server.warm(prompt, model);
-                    let noted = if answer.is_ok() { journal.add(&prompt.digest()) } else { Ok(()) };
+                    let noted = match &answer {
+                        Ok(_) => journal.add(&prompt.digest()),
+                        Err(why) if !server.is_up() => Err(gone(why)),
+                        Err(_) => Ok(()),
+                    };
                     let mut shared = shared.lock();
                     shared.0.count(prompt, answer);
                     if let Err(e) = noted {
@@ -274,6 +278,11 @@ fn send(
     });
     bar.finish_and_clear();
     shared.into_inner().1.map_or(Ok(()), Err)
+}
+
+fn gone(why: &str) -> Error {
+    Error::new(ErrorKind::Io, format!("the server does not answer any more: {why}"))
+        .advice("its own messages say why; with --journal the same command goes on where this one has ended")
 }
 
 impl Summary {

@@ -16,6 +16,7 @@ use super::source::Prompt;
 const MAX_ANSWER_BYTES: u64 = 16 << 20;
 /// The first pause before a request is tried again; each pause is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// How long a connection may take that is then tried again.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -133,7 +134,7 @@ impl Server {
                 Err(Failed::ForNow(what)) => {
                     tracing::info!(line = prompt.line, what, "tried again");
                     std::thread::sleep(pause);
-                    pause *= 2;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
                     tries += 1;
                 }
             }
