@@ -60,6 +60,8 @@ class TimeLimit:
                 store, (_, batch) = self._store(), self._begun.popleft()
                 if store is not None and store.cancel(batch):
                     self._quiet.warn("late", "a load or a store was ended, as it took %g s: the drive is too slow, or hangs", MEMORY_S)
+                # A store that nobody closes is closed when it goes.
+                del store
 
     def close(self) -> None:
         """Ends the thread."""

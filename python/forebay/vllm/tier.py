@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.forebay")
 
-#: How long a shutdown may take: blocks on their way to the drive have half of it.
+#: How long a shutdown may take, and up to two I/O time-outs more where a drive hangs: blocks on
+#: their way to the drive have half of it.
 CLOSE_TIMEOUT_MS = 30_000
 
 
