@@ -465,30 +465,40 @@ fn an_object_that_others_have_replaced_by_one_with_another_codec_is_soon_fetched
     assert_eq!(b.check(&two, &p, &kv), N);
 }
 
+/// Whether it is left alone before, by a load, or the uploads are the first to read from it.
 #[test]
 fn uploads_wait_for_a_drive_that_does_not_answer_and_go_on_when_it_does() {
-    let root = tempfile::tempdir().unwrap();
-    let server = Server::start(root.path());
-    let hangs = Arc::new(AtomicBool::new(false));
-    let of_drive = Arc::clone(&hangs);
-    let mut a = Machine::new(&server);
-    let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
-    a.world.settings.remote_url = None;
-    a.world.settings.io_timeout_ms = 1000;
-    a.world = a.world.with_read_faults(move |_, _| of_drive.load(Ordering::SeqCst).then_some(Fault::Hang));
-    let one = a.open();
-    let (p, kv, log) = (prompt(&one, N, 1), a.world.kv().filled(1), one.log().unwrap());
-    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
-    hangs.store(true, Ordering::SeqCst);
-    let remote = Remote::open(&options, one.geometry()).unwrap();
-    while log.answers() {
-        load(&one, &p, &a.world.kv(), slots(N, 1));
+    for is_known in [true, false] {
+        let root = tempfile::tempdir().unwrap();
+        let server = Server::start(root.path());
+        let hangs = Arc::new(AtomicBool::new(false));
+        let of_drive = Arc::clone(&hangs);
+        let mut a = Machine::new(&server);
+        let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+        a.world.settings.remote_url = None;
+        a.world.settings.io_timeout_ms = 1000;
+        a.world = a.world.with_read_faults(move |_, _| of_drive.load(Ordering::SeqCst).then_some(Fault::Hang));
+        let one = a.open();
+        let (p, kv, log) = (prompt(&one, N, 1), a.world.kv().filled(1), one.log().unwrap());
+        assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+        hangs.store(true, Ordering::SeqCst);
+        let remote = Remote::open(&options, one.geometry()).unwrap();
+        if is_known {
+            while log.answers() {
+                load(&one, &p, &a.world.kv(), slots(N, 1));
+            }
+            // The drive is left alone for a while yet.
+            hangs.store(false, Ordering::SeqCst);
+        }
+        assert!(p.keys().iter().all(|key| remote.upload(&log, *key)));
+        if !is_known {
+            // Each has a read that times out.
+            std::thread::sleep(Duration::from_millis(1500));
+            hangs.store(false, Ordering::SeqCst);
+        }
+        assert!(remote.wait_uploaded(later()));
+        assert_eq!(remote.stats().uploaded, 3, "{:?}", remote.stats().not_uploaded);
     }
-    // The drive is left alone for a while yet.
-    hangs.store(false, Ordering::SeqCst);
-    assert!(p.keys().iter().all(|key| remote.upload(&log, *key)));
-    assert!(remote.wait_uploaded(later()));
-    assert_eq!(remote.stats().uploaded, 3);
 }
 
 #[test]

@@ -73,8 +73,8 @@ struct Underway {
 #[derive(Default)]
 struct WaitingUploads {
     chunks: VecDeque<WaitingUpload>,
-    /// Chunks that were not found while a drive does not answer, and when it was last looked
-    /// whether it does.
+    /// Chunks that a drive which does not answer kept from being found or read, and when it was
+    /// last looked whether it does.
     parked: Vec<WaitingUpload>,
     looked: Option<Instant>,
     active: Vec<Underway>,
