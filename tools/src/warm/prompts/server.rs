@@ -14,7 +14,8 @@ use super::source::Prompt;
 
 /// Most bytes of an answer that are read.
 const MAX_ANSWER_BYTES: u64 = 16 << 20;
-/// The first pause before a request is tried again; each pause is twice as long as the one before.
+/// The first pause before a request is tried again; each is twice as long as the one before, up to
+/// the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// How long a connection may take that is then tried again.
