@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-pub(super) use seal::{known_records, seal_full, try_write_gone};
+pub(super) use seal::{is_sealing, known_records, seal_full, try_write_gone};
 
 use super::lane::{Lane, LaneState, RecordBatch, aligned, grow, wants_growth};
 use crate::error::{Error, ErrorKind, Result};
@@ -88,13 +88,8 @@ fn do_work(lane: &Arc<Lane>, work: JournalWork) -> Progress {
     if work.grow {
         publish_waiting(lane, grow(lane));
     }
-    let mut outcome = Ok(());
-    if work.pages || work.flush.is_some() {
-        outcome = write_pages(lane, work.partial_page);
-    }
-    if work.seal {
-        outcome = outcome.and_then(|()| seal_full(lane));
-    }
+    let pages = if work.pages || work.flush.is_some() { write_pages(lane, work.partial_page) } else { Ok(()) };
+    let outcome = pages.and_then(|()| if work.seal { seal_full(lane) } else { Ok(false) });
     let waits = outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::Busy);
     if let Some(asked) = work.flush {
         answer_flush(lane, asked, outcome);
@@ -113,7 +108,7 @@ fn work_of(lane: &Lane, state: &LaneState, is_due: bool) -> JournalWork {
         grow: wants_growth(lane, state),
         pages: state.pending.wants_page(hurry),
         partial_page: hurry,
-        seal: state.segments.next_full(seal::patience(lane)).is_some(),
+        seal: seal::is_due(lane, state, flush.is_some() || state.life.stop),
         flush,
         stop: state.life.stop,
     }
@@ -140,8 +135,7 @@ fn wait_for_work(lane: &Lane) -> Option<JournalWork> {
             return Some(work);
         }
         let grow = state.growth.after().filter(|_| state.puts.has_unpublished());
-        let full = state.segments.full_since().map(|since| since + seal::patience(lane));
-        match due.or(full).into_iter().chain(grow).min() {
+        match due.into_iter().chain(seal::due(lane, &state)).chain(grow).min() {
             Some(until) => drop(lane.work.wait_until(&mut state, until)),
             None => lane.work.wait(&mut state),
         }
@@ -241,9 +235,11 @@ fn renew(lane: &Lane) -> Result<()> {
     Ok(())
 }
 
-/// Answers those who asked for a flush up to number `asked`.
-fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
-    let outcome = outcome.and_then(|()| lane.flush_data()).and_then(|()| lane.flush_index());
+/// Answers those who asked for a flush up to number `asked`. `outcome` says whether a seal has
+/// flushed both files after the records were written.
+fn answer_flush(lane: &Lane, asked: u64, outcome: Result<bool>) {
+    let flush = || lane.flush_data().and_then(|()| lane.flush_index());
+    let outcome = outcome.and_then(|has_flushed| if has_flushed { Ok(()) } else { flush() });
     if let Err(e) = &outcome {
         trouble(lane, e);
     }
@@ -337,6 +333,7 @@ fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, LaneState>, 
 pub(super) fn seal_now(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.segments.close_open();
+    state.segments.want_seal();
     lane.work.notify_one();
     if lane.ctx.options.foreground {
         drop(state);

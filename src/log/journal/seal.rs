@@ -1,11 +1,14 @@
-//! Sealing: a full segment's records move from the journal ring to its region of the sealed table.
-//! Also the list, in that region, of slots that are gone from a sealed segment.
+//! Sealing: the records of full segments move from the journal ring to their regions of the sealed
+//! table. Also the list, in a region, of slots that are gone from a sealed segment.
 //!
-//! The order is the protocol: give back what no record names, flush the data, write the region,
-//! flush it, recycle the ring's pages. Each step is a function of its own, so that a test can leave
-//! one out and see the crash test fail.
+//! The order is the protocol: give back what no record names, flush the data, write the regions,
+//! flush them, recycle the ring's pages. Each step is a function of its own, so that a test can
+//! leave one out and see the crash test fail.
+//!
+//! All segments that are full are sealed with the same two flushes, which take long on some drives.
+//! So a full segment may wait: see [`is_due`].
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Lane, LaneState, aligned};
 use crate::error::{Error, ErrorKind, Result};
@@ -14,51 +17,129 @@ use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader, RegionLayout};
 use crate::index::{Entry, EntryKind, Mark, SegmentState};
 
+/// How long a full segment may wait to be sealed together with others. What a power cut takes of
+/// puts that nobody has flushed is bounded by it, as by a file system's commit interval.
+const SEAL_WAIT: Duration = Duration::from_secs(5);
 /// Records whose uses are read while the lane's lock is held once.
 const USES_AT_ONCE: usize = 256;
 
 /// How long a full segment waits for its puts: longer than any of their writes may take.
-pub(super) fn patience(lane: &Lane) -> Duration {
+fn patience(lane: &Lane) -> Duration {
     lane.ctx.options.io_timeout * 2 + Duration::from_secs(1)
 }
 
-/// Seals every full segment whose puts have ended, or have been waited for long enough.
-pub(in crate::log) fn seal_full(lane: &Lane) -> Result<()> {
-    loop {
-        let Some(segment) = lane.state()?.segments.next_full(patience(lane)) else { return Ok(()) };
-        seal(lane, segment)?;
-    }
+/// When the next full segment is to be sealed, if nothing else asks for it before.
+pub(super) fn due(lane: &Lane, state: &LaneState) -> Option<Instant> {
+    state.segments.seal_due(SEAL_WAIT, patience(lane))
 }
 
-fn seal(lane: &Lane, segment: u32) -> Result<()> {
-    let (begun, doubts) = {
-        let mut state = lane.state()?;
-        (state.segments.begin_seal(segment), state.pending.doubts())
-    };
-    let Some((epoch, mut records)) = begun else { return Ok(()) };
-    note_uses(lane, &mut records);
-    let header = region_header(lane, (segment, epoch), &records);
-    let outcome = give_back_gaps(lane, segment, &records)
-        .and_then(|()| flush_data(lane))
-        .and_then(|()| write_region(lane, segment, &header, &records))
-        .and_then(|()| flush_region(lane, doubts));
-    let mut state = lane.state()?;
+/// Whether full segments are to be sealed now: because somebody wants slots to give up, or the
+/// ring's pages are needed, or they have waited for long enough; with `hurry` in any case.
+pub(super) fn is_due(lane: &Lane, state: &LaneState, hurry: bool) -> bool {
+    let is_wanted = hurry || state.segments.is_seal_wanted() || state.pending.is_ring_half_full();
+    due(lane, state).is_some_and(|due| due <= Instant::now())
+        || is_wanted && !state.segments.sealable(patience(lane)).is_empty()
+}
+
+/// Whether segments are being sealed, or will be at once.
+pub(in crate::log) fn is_sealing(lane: &Lane) -> bool {
+    lane.state().is_ok_and(|state| state.segments.is_sealing() || is_due(lane, &state, false))
+}
+
+/// A segment that is being sealed.
+struct Seal {
+    segment: u32,
+    epoch: u32,
+    records: Vec<Record>,
+}
+
+/// Seals every full segment whose puts have ended, or have been waited for long enough. Whether
+/// there was one: then both files have been flushed.
+///
+/// # Errors
+/// Those of the drive, for the first that failed; the others may be sealed.
+pub(in crate::log) fn seal_full(lane: &Lane) -> Result<bool> {
+    let (begun, doubts) = begin(lane)?;
+    if begun.is_empty() {
+        return Ok(false);
+    }
+    let mut failed = None;
+    let mut seals = attempt(lane, begun, &mut failed, |seal| give_back_gaps(lane, seal));
+    let mut outcome = flush_data(lane);
+    if outcome.is_ok() {
+        seals = attempt(lane, seals, &mut failed, |seal| write_region(lane, &header_of(lane, seal), &seal.records));
+        outcome = flush_regions(lane, doubts);
+    }
     if let Err(e) = outcome {
-        state.segments.undo_seal(segment, records);
+        undo(lane, seals);
         return Err(e);
     }
-    let used = lane.region_used(records.len());
-    state.segments.end_seal(segment, used);
-    recycle(&mut state, (segment, epoch));
-    if let Some(shared) = lane.shared() {
-        drop(shared.set_segment(segment, SegmentState::Sealed, epoch));
+    end(lane, seals)?;
+    failed.map_or(Ok(true), Err)
+}
+
+fn begin(lane: &Lane) -> Result<(Vec<Seal>, u64)> {
+    let mut state = lane.state()?;
+    let full = state.segments.sealable(patience(lane));
+    let begin = |segment: u32| {
+        let (epoch, records) = state.segments.begin_seal(segment)?;
+        Some(Seal { segment, epoch, records })
+    };
+    let mut seals: Vec<Seal> = full.into_iter().filter_map(begin).collect();
+    let doubts = state.pending.doubts();
+    drop(state);
+    seals.iter_mut().for_each(|seal| note_uses(lane, &mut seal.records));
+    Ok((seals, doubts))
+}
+
+/// Those for which `step` succeeds; the others are full again. One that the drive refuses must not
+/// keep the others from being sealed.
+fn attempt(
+    lane: &Lane,
+    seals: Vec<Seal>,
+    failed: &mut Option<Error>,
+    step: impl Fn(&Seal) -> Result<()>,
+) -> Vec<Seal> {
+    let mut go_on = Vec::with_capacity(seals.len());
+    for seal in seals {
+        match step(&seal) {
+            Ok(()) => go_on.push(seal),
+            Err(e) => {
+                undo(lane, vec![seal]);
+                failed.get_or_insert(e);
+            }
+        }
+    }
+    go_on
+}
+
+fn undo(lane: &Lane, seals: Vec<Seal>) {
+    let Ok(mut state) = lane.state() else { return };
+    seals.into_iter().for_each(|seal| state.segments.undo_seal(seal.segment, seal.records));
+}
+
+fn end(lane: &Lane, seals: Vec<Seal>) -> Result<()> {
+    let mut state = lane.state()?;
+    for Seal { segment, epoch, records } in &seals {
+        let used = lane.region_used(records.len());
+        state.segments.end_seal(*segment, used);
+        recycle(&mut state, (*segment, *epoch));
+        if let Some(shared) = lane.shared() {
+            drop(shared.set_segment(*segment, SegmentState::Sealed, *epoch));
+        }
     }
     drop(state);
-    // What went while it was being sealed is in its records.
-    try_write_gone(lane, segment);
-    lane.ctx.counters.sealed.add(1);
+    for seal in &seals {
+        // What went while it was being sealed is in its records.
+        try_write_gone(lane, seal.segment);
+        lane.ctx.counters.sealed.add(1);
+    }
     lane.progress.notify_all();
     Ok(())
+}
+
+fn header_of(lane: &Lane, seal: &Seal) -> RegionHeader {
+    region_header(lane, (seal.segment, seal.epoch), &seal.records)
 }
 
 impl Lane {
@@ -103,10 +184,10 @@ pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), r
 
 /// Wipes the parts of a segment that no record names. They may hold slots of puts that ended badly,
 /// which a rebuild must not find; the space at the segment's end is not used again.
-fn give_back_gaps(lane: &Lane, segment: u32, records: &[Record]) -> Result<()> {
-    let gaps = lane.state()?.segments.gaps(records);
-    gaps.into_iter()
-        .try_for_each(|(page, pages)| lane.wipe(lane.slot_offset(segment, page), u64::from(pages) * PAGE_BYTES as u64))
+fn give_back_gaps(lane: &Lane, seal: &Seal) -> Result<()> {
+    let gaps = lane.state()?.segments.gaps(&seal.records);
+    let offset = |page| lane.slot_offset(seal.segment, page);
+    gaps.into_iter().try_for_each(|(page, pages)| lane.wipe(offset(page), u64::from(pages) * PAGE_BYTES as u64))
 }
 
 fn flush_data(lane: &Lane) -> Result<()> {
@@ -114,13 +195,13 @@ fn flush_data(lane: &Lane) -> Result<()> {
 }
 
 /// Writes a region; durable only after a flush.
-pub(in crate::log) fn write_region(lane: &Lane, segment: u32, header: &RegionHeader, records: &[Record]) -> Result<()> {
+fn write_region(lane: &Lane, header: &RegionHeader, records: &[Record]) -> Result<()> {
     let layout = RegionLayout::of(lane.superblock.region_bytes);
     let bytes = sealed::encode_region(header, layout.gone_pages, records);
-    lane.write(&lane.index, lane.region_offset(segment), aligned(&bytes)?)
+    lane.write(&lane.index, lane.region_offset(header.segment), aligned(&bytes)?)
 }
 
-fn flush_region(lane: &Lane, doubts: u64) -> Result<()> {
+fn flush_regions(lane: &Lane, doubts: u64) -> Result<()> {
     lane.flush_index_since(doubts)
 }
 

@@ -455,6 +455,15 @@ impl Lane {
         Ok(())
     }
 
+    /// Somebody looks for slots to give up, and may find them only in segments that are full: those
+    /// are sealed soon.
+    pub(super) fn want_seal(&self) {
+        if let Ok(mut state) = self.state() {
+            state.segments.want_seal();
+        }
+        self.work.notify_one();
+    }
+
     /// Gives up the lock, so that another process may take the lane, once nothing is being erased
     /// or written in it. What a drive keeps from ending keeps the lock, and not this call.
     pub(super) fn release(&self, until: Instant) {

@@ -65,6 +65,11 @@ impl Pending {
         self.since.map(|since| since + wait)
     }
 
+    /// Whether at least half of the ring's pages are held.
+    pub(in crate::log) fn is_ring_half_full(&self) -> bool {
+        self.ring.is_half_full()
+    }
+
     pub(in crate::log) fn waiting(&self) -> usize {
         self.records.len()
     }

@@ -194,6 +194,8 @@ pub(in crate::log) struct Segments {
     reserve: Option<u64>,
     /// Somebody asked for a segment and found none.
     wanted: bool,
+    /// Somebody looks for slots to give up, of which only those of sealed segments may go.
+    seal_wanted: bool,
     /// How often in a row none could be made although there is room, and why the last time.
     refusals: u32,
     refusal: Option<(ErrorKind, String)>,
@@ -477,21 +479,35 @@ impl Segments {
 
     // Sealing.
 
-    /// A full segment whose puts have ended, or that has been full for at least `patience` and has
+    /// Full segments whose puts have ended, or that have been full for at least `patience` and have
     /// no header that is being written.
-    pub(in crate::log) fn next_full(&self, patience: Duration) -> Option<u32> {
+    pub(in crate::log) fn sealable(&self, patience: Duration) -> Vec<u32> {
         let ready = |s: &Segment| {
             let waited = || s.full_since.is_some_and(|since| since.elapsed() >= patience);
             s.phase == SegmentPhase::Full && (s.pending == 0 || s.headers.is_empty() && waited())
         };
-        self.iter().find(|(_, s)| ready(s)).map(|(n, _)| n)
+        self.iter().filter(|(_, s)| ready(s)).map(|(n, _)| n).collect()
     }
 
-    /// Since when the longest-waiting full segment waits, of those that [`next_full`](Self::next_full)
-    /// gives once they have waited for long enough.
-    pub(in crate::log) fn full_since(&self) -> Option<Instant> {
-        let waits = |s: &&Segment| s.phase == SegmentPhase::Full && s.headers.is_empty();
-        self.list.iter().filter(waits).filter_map(|s| s.full_since).min()
+    /// When the next segment is to be sealed even if nobody wants it: `wait` after it was full, or
+    /// after `patience` where its puts have not ended by then.
+    pub(in crate::log) fn seal_due(&self, wait: Duration, patience: Duration) -> Option<Instant> {
+        let full = self.list.iter().filter(|s| s.phase == SegmentPhase::Full && s.headers.is_empty());
+        let due = |s: &Segment| s.full_since.map(|since| since + if s.pending == 0 { wait } else { patience });
+        full.filter_map(due).min()
+    }
+
+    /// Full segments are to be sealed as soon as they can be.
+    pub(in crate::log) fn want_seal(&mut self) {
+        self.seal_wanted = true;
+    }
+
+    pub(in crate::log) fn is_seal_wanted(&self) -> bool {
+        self.seal_wanted
+    }
+
+    pub(in crate::log) fn is_sealing(&self) -> bool {
+        self.list.iter().any(|s| s.phase == SegmentPhase::Sealing)
     }
 
     pub(in crate::log) fn has_unsealed_full(&self) -> bool {
@@ -502,7 +518,9 @@ impl Segments {
     pub(in crate::log) fn begin_seal(&mut self, segment: u32) -> Option<(u32, Vec<Record>)> {
         let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Full)?;
         (s.phase, s.is_closed) = (SegmentPhase::Sealing, true);
-        Some((s.epoch, std::mem::take(&mut s.records)))
+        let begun = (s.epoch, std::mem::take(&mut s.records));
+        self.seal_wanted = false;
+        Some(begun)
     }
 
     /// Its seal is durable; the records took `region_used` bytes of its region, 0 for all.
@@ -742,11 +760,12 @@ mod tests {
         let [early, late] = [(); 2].map(|()| segments.place(Need { pages: 2, align: 1 }, None).unwrap());
         assert!(segments.begin_header(early));
         segments.close_open();
-        assert!(segments.next_full(Duration::ZERO).is_none() && segments.full_since().is_none());
+        let (wait, patience) = (Duration::ZERO, Duration::from_secs(100));
+        assert!(segments.sealable(Duration::ZERO).is_empty() && segments.seal_due(wait, patience).is_none());
         segments.end_put(early);
-        assert!(segments.full_since().is_some());
-        assert_eq!(segments.next_full(Duration::MAX), None, "a put has not ended");
-        assert_eq!(segments.next_full(Duration::ZERO), Some(0), "it has been waited for");
+        assert!(segments.seal_due(wait, patience).is_some_and(|due| due > Instant::now()));
+        assert!(segments.sealable(Duration::MAX).is_empty(), "a put has not ended");
+        assert_eq!(segments.sealable(Duration::ZERO), [0], "it has been waited for");
         let (_, records) = segments.begin_seal(0).unwrap();
         assert!(!segments.begin_header(late));
         segments.undo_seal(0, records);

@@ -60,6 +60,9 @@ fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
         let waits = state.segments.condemned() > 0 || state.puts.oldest().is_some_and(|oldest| oldest <= highest);
         (waits, state.segments.may_hide_below(highest))
     };
+    if hides {
+        lane.want_seal();
+    }
     // Without holes what is left of it would be lost until its reclaim.
     if !waits && hides && !lane.has_no_holes() {
         lane.close_open(|state| state.segments.may_hide_below(highest))?;

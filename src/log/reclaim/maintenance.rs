@@ -9,7 +9,7 @@ use super::{evict, floors, orphans, pressure, quota, segment, space};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::drive::{Helpers, Volume};
 use crate::log::lane::LaneRole;
-use crate::log::{Log, policy};
+use crate::log::{Log, journal, policy};
 
 /// How often the thread looks for work if nobody wakes it.
 const TICK: Duration = Duration::from_millis(50);
@@ -51,7 +51,8 @@ pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     }
 }
 
-/// Waits until the maintenance threads have evicted and reclaimed nothing in a whole round.
+/// Waits until the maintenance threads have evicted and reclaimed nothing in a whole round, and wait
+/// for no segment to be sealed.
 pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
     let counters = &log.ctx.counters;
     let given_up = || (counters.evicted.get(), counters.reclaimed.get());
@@ -68,7 +69,8 @@ pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
                 std::thread::sleep(LOOK_AGAIN);
             }
         }
-        if given_up() == before {
+        let seals = log.volumes.iter().filter_map(|v| v.own()).any(|lane| journal::is_sealing(&lane));
+        if given_up() == before && !seals {
             return Ok(());
         }
     }

@@ -81,6 +81,7 @@ fn give_up(
             });
             let uses: Vec<(u32, u32)> = uses.into_iter().collect();
             lane.close_open(|state| state.segments.is_open_among(&uses))?;
+            lane.want_seal();
         }
     }
     for &lane in lanes {

@@ -145,6 +145,7 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>, of: impl Fn(&Lane) -> bool) -> Option<Victim> {
     let policy = policy_of(volume);
     let mut best: Option<(index::EvictionRank, Victim)> = None;
+    volume.own().iter().for_each(|own| own.want_seal());
     // While holes fail on a file system that takes them, chunks would go and give no room.
     let gives_room = |lane: &&Arc<Lane>| !lane.has_no_holes() || lane.never_has_holes();
     for lane in volume.lanes().held().filter(gives_room).filter(|lane| of(lane)) {

@@ -210,6 +210,7 @@ fn what_a_seal_that_failed_has_lost_of_other_segments_is_written_again() {
     // More than a segment holds: the first is full, and the records of the second are only in the
     // journal.
     (0..30).for_each(|n| assert!(store(&log, n)));
+    log.volumes[0].own().unwrap().want_seal();
     switch.set(INDEX_LOST);
     log.turn(Turn::Commit);
     assert_eq!((log.stats().sealed, log.stats().write_errors), (0, 1));
@@ -218,6 +219,51 @@ fn what_a_seal_that_failed_has_lost_of_other_segments_is_written_again() {
     assert!(log.stats().sealed > 0);
     let log = crash(log);
     assert!((0..30).all(|n| has(&log, n)), "the flush spoke of pages that the seal's flush had lost");
+}
+
+/// Full segments wait, and all are sealed with the flush that somebody asks for.
+#[test]
+fn segments_are_sealed_together_with_two_flushes() {
+    let dir = temp();
+    let (log, switch) = faulty(LogOptions { foreground: true, ..options(dir.path()) });
+    (0..70).for_each(|n| assert!(store(&log, n)));
+    log.turn(Turn::Commit);
+    assert_eq!(log.stats().sealed, 0);
+    switch.seen.lock().clear();
+    log.flush().unwrap();
+    let flushes: Vec<bool> =
+        switch.seen.lock().iter().filter(|(op, ..)| *op == Op::Flush).map(|(.., of_index)| *of_index).collect();
+    assert!(log.stats().sealed >= 3 && flushes == [false, true], "{} sealed, {flushes:?}", log.stats().sealed);
+    let log = crash(log);
+    assert!((0..70).all(|n| has(&log, n)));
+}
+
+/// Only chunks of sealed segments go.
+#[test]
+fn full_segments_are_sealed_when_room_is_looked_for() {
+    let dir = temp();
+    let (log, _) = faulty(LogOptions { foreground: true, policy: crate::index::Reclaim::Lru, ..options(dir.path()) });
+    (0..70).for_each(|n| assert!(store(&log, n)));
+    assert!(!steps::reclaim_one(&log.volumes[0]), "nothing is sealed");
+    log.turn(Turn::Journal);
+    assert!(log.stats().sealed >= 3 && steps::reclaim_one(&log.volumes[0]));
+}
+
+#[test]
+fn a_segment_that_cannot_be_sealed_keeps_no_other_from_it() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..70).for_each(|n| assert!(store(&log, n)));
+    log.turn(Turn::Commit);
+    log.volumes[0].own().unwrap().want_seal();
+    switch.set(INDEX_EIO_ONCE);
+    log.turn(Turn::Journal);
+    let sealed = log.stats().sealed;
+    assert!(sealed >= 2 && log.stats().write_errors == 1, "{sealed} sealed");
+    log.flush().unwrap();
+    assert_eq!(log.stats().sealed, sealed + 1);
+    let log = crash(log);
+    assert!((0..70).all(|n| has(&log, n)));
 }
 
 #[test]
@@ -842,7 +888,8 @@ fn a_reclaim_ends_where_the_drive_does_not_answer_and_costs_no_chunk() {
         ..options(dir.path())
     });
     (0..70).for_each(|n| assert!(store(&log, n)));
-    [Turn::Journal, Turn::Maintain].into_iter().for_each(|turn| log.turn(turn));
+    log.flush().unwrap();
+    log.turn(Turn::Maintain);
     // Chunks of every segment that are worth keeping.
     (0..70).step_by(4).for_each(|n| assert_eq!(log.lookup(&[key(n)]), 1));
     log.turn(Turn::Maintain);
