@@ -4,6 +4,10 @@ PYTHON ?= python3
 # Of gigabytes of wheels one broken download must not end a build.
 export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
+# vLLM's and SGLang's thousands of modules are compiled once, not by each of their processes: also where PYTHONDONTWRITEBYTECODE
+# is set, as in many containers. Their packages come without bytecode, and the checkout stays clean.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/target/pycache
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
