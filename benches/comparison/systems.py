@@ -31,7 +31,9 @@ class Arena:
 
     def __init__(self, slots: int, length: int) -> None:
         self.slots, self.length = slots, length
-        self._map = mmap.mmap(-1, slots * length)
+        self._map = mmap.mmap(-1, slots * length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Of small pages a virtual drive takes requests of 254: how fast anybody is would hang on which pages lie beside each other.
+        self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def slot(self, at: int) -> torch.Tensor:
@@ -174,7 +176,7 @@ class Forebay(LMCache):
 
     name, bound = "forebay", "capacity"
     kind, made = "plugin", "Adapter"
-    more: dict[str, Any] = {"register_memory": True}
+    more: dict[str, Any] = {}
 
     def __init__(self, folder: Path, arena: Arena, capacity: int) -> None:
         cache = folder / "cache"
@@ -184,11 +186,17 @@ class Forebay(LMCache):
         super().__init__(arena, {"type": self.kind, "module_path": "forebay.lmcache", "class_name": self.made, "adapter_params": params})
 
 
+class ForebayDirect(Forebay):
+    """As `Forebay`, but the drive reads and writes LMCache's memory itself."""
+
+    name = "forebay-direct"
+    more = {"register_memory": True}
+
+
 class ForebayNative(Forebay):
     """Forebay behind LMCache's `native_plugin`."""
 
     name, kind, made = "forebay-native", "native_plugin", "Connector"
-    more: dict[str, Any] = {}
 
 
 class LMCacheFs(LMCache):
@@ -346,7 +354,7 @@ class SglangFile(System):
         pass
 
 
-SYSTEMS: dict[str, type[Any]] = {one.name: one for one in (Forebay, ForebayNative, LMCacheFs, LMCacheRawBlock, VllmFs, SglangFile)}
+SYSTEMS: dict[str, type[Any]] = {one.name: one for one in (Forebay, ForebayDirect, ForebayNative, LMCacheFs, LMCacheRawBlock, VllmFs, SglangFile)}
 
 
 def versions() -> str:

@@ -43,7 +43,8 @@ def test_a_launched_and_a_running_server_warm_for_others(model: str, tmp_path: P
     assert (first["done"], first["failed"], first["cached_tokens"]) == (3, 0, 0)
     assert first["computed_tokens"] == first["prompt_tokens"] > 3 * CHUNK
     assert first["stored_chunks"] == 3
-    options = (*SERVER, "--enable-prompt-tokens-details")
+    # Without a time-out vLLM kills its engine when the server stops, also amid a store.
+    options = (*SERVER, "--enable-prompt-tokens-details", "--shutdown-timeout", "10")
     with server(tmp_path, model, {"cache_dir": str(tmp_path / "cache")}, options) as running:
         second = warm(tmp_path, [*lines, {"prompt": later}], "--server", running.base)
         assert (second["done"], second["prompt_tokens"]) == (4, first["prompt_tokens"] + len(later))
