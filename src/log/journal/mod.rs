@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-pub(super) use seal::{is_sealing, known_records, seal_full, try_write_gone};
+pub(super) use seal::{awaits_seals, is_sealing, known_records, seal_full, try_write_gone};
 
 use super::lane::{Lane, LaneState, RecordBatch, aligned, grow, wants_growth};
 use crate::error::{Error, ErrorKind, Result};
@@ -60,10 +60,16 @@ fn work_on(lane: &Arc<Lane>) {
     }
 }
 
-/// Does the work that is due, in a log without threads; records wait for a full page unless
-/// `hurry`. Whether there was any.
+/// Does the work that is due, in a log without threads; records wait for a full page, and full
+/// segments for each other, unless `hurry`. Whether there was any.
 pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
-    let work = lane.state().map(|state| work_of(lane, &state, hurry)).unwrap_or_default();
+    let work = lane.state().map(|mut state| {
+        if hurry {
+            state.segments.want_seal();
+        }
+        work_of(lane, &state, hurry)
+    });
+    let work = work.unwrap_or_default();
     let some = work.is_some();
     if some {
         do_work(lane, work);
@@ -89,8 +95,11 @@ fn do_work(lane: &Arc<Lane>, work: JournalWork) -> Progress {
         publish_waiting(lane, grow(lane));
     }
     let pages = if work.pages || work.flush.is_some() { write_pages(lane, work.partial_page) } else { Ok(()) };
-    let outcome = pages.and_then(|()| if work.seal { seal_full(lane) } else { Ok(false) });
-    let waits = outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::Busy);
+    let is_busy = |e: &Error| e.kind() == ErrorKind::Busy;
+    // Also where the ring is full: what keeps its oldest page may need room, which sealing gives.
+    let can_seal = pages.as_ref().is_ok() || pages.as_ref().is_err_and(is_busy);
+    let outcome = pages.and(if work.seal && can_seal { seal_full(lane) } else { Ok(false) });
+    let waits = outcome.as_ref().is_err_and(is_busy);
     if let Some(asked) = work.flush {
         answer_flush(lane, asked, outcome);
     } else if let Err(e) = outcome {

@@ -17,8 +17,8 @@ use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader, RegionLayout};
 use crate::index::{Entry, EntryKind, Mark, SegmentState};
 
-/// How long a full segment may wait to be sealed together with others. What a power cut takes of
-/// puts that nobody has flushed is bounded by it, as by a file system's commit interval.
+/// How long a full segment may wait to be sealed together with others, and so be lost with the
+/// power where nobody has flushed it: as long as a file system's commit interval.
 const SEAL_WAIT: Duration = Duration::from_secs(5);
 /// Records whose uses are read while the lane's lock is held once.
 const USES_AT_ONCE: usize = 256;
@@ -43,7 +43,18 @@ pub(super) fn is_due(lane: &Lane, state: &LaneState, hurry: bool) -> bool {
 
 /// Whether segments are being sealed, or will be at once.
 pub(in crate::log) fn is_sealing(lane: &Lane) -> bool {
-    lane.state().is_ok_and(|state| state.segments.is_sealing() || is_due(lane, &state, false))
+    let is_due = |state: &LaneState| is_due(lane, state, false) && !state.pending.has_failed();
+    lane.state().is_ok_and(|state| state.segments.is_sealing() || is_due(&state))
+}
+
+/// Whether so many segments are about to be sealed that who looks for slots to give up should wait
+/// for that; they are sealed now.
+pub(in crate::log) fn awaits_seals(lane: &Lane) -> bool {
+    let awaits = lane.state().is_ok_and(|state| state.segments.is_mostly_unsealed(patience(lane)));
+    if awaits {
+        lane.want_seal();
+    }
+    awaits
 }
 
 /// A segment that is being sealed.
@@ -64,10 +75,10 @@ pub(in crate::log) fn seal_full(lane: &Lane) -> Result<bool> {
         return Ok(false);
     }
     let mut failed = None;
-    let mut seals = attempt(lane, begun, &mut failed, |seal| give_back_gaps(lane, seal));
+    let mut seals = attempt(lane, begun, &mut failed, |seal| give_back_gaps(lane, seal))?;
     let mut outcome = flush_data(lane);
     if outcome.is_ok() {
-        seals = attempt(lane, seals, &mut failed, |seal| write_region(lane, &header_of(lane, seal), &seal.records));
+        seals = attempt(lane, seals, &mut failed, |seal| write_region(lane, &header_of(lane, seal), &seal.records))?;
         outcome = flush_regions(lane, doubts);
     }
     if let Err(e) = outcome {
@@ -94,23 +105,36 @@ fn begin(lane: &Lane) -> Result<(Vec<Seal>, u64)> {
 
 /// Those for which `step` succeeds; the others are full again. One that the drive refuses must not
 /// keep the others from being sealed.
+///
+/// # Errors
+/// Where none is left, or the drive does not answer: then it may take as long over each of the
+/// others. All are full again.
 fn attempt(
     lane: &Lane,
     seals: Vec<Seal>,
     failed: &mut Option<Error>,
     step: impl Fn(&Seal) -> Result<()>,
-) -> Vec<Seal> {
+) -> Result<Vec<Seal>> {
     let mut go_on = Vec::with_capacity(seals.len());
-    for seal in seals {
+    let mut rest = seals.into_iter();
+    while let Some(seal) = rest.next() {
         match step(&seal) {
             Ok(()) => go_on.push(seal),
             Err(e) => {
                 undo(lane, vec![seal]);
+                if e.kind() == ErrorKind::TimedOut {
+                    go_on.extend(rest);
+                    undo(lane, go_on);
+                    return Err(e);
+                }
                 failed.get_or_insert(e);
             }
         }
     }
-    go_on
+    match failed.take_if(|_| go_on.is_empty()) {
+        Some(e) => Err(e),
+        None => Ok(go_on),
+    }
 }
 
 fn undo(lane: &Lane, seals: Vec<Seal>) {
@@ -120,6 +144,7 @@ fn undo(lane: &Lane, seals: Vec<Seal>) {
 
 fn end(lane: &Lane, seals: Vec<Seal>) -> Result<()> {
     let mut state = lane.state()?;
+    lane.ctx.counters.sealed.add(seals.len() as u64);
     for Seal { segment, epoch, records } in &seals {
         let used = lane.region_used(records.len());
         state.segments.end_seal(*segment, used);
@@ -132,7 +157,6 @@ fn end(lane: &Lane, seals: Vec<Seal>) -> Result<()> {
     for seal in &seals {
         // What went while it was being sealed is in its records.
         try_write_gone(lane, seal.segment);
-        lane.ctx.counters.sealed.add(1);
     }
     lane.progress.notify_all();
     Ok(())

@@ -507,7 +507,17 @@ impl Segments {
     }
 
     pub(in crate::log) fn is_sealing(&self) -> bool {
-        self.list.iter().any(|s| s.phase == SegmentPhase::Sealing)
+        self.sealing() > 0
+    }
+
+    fn sealing(&self) -> usize {
+        self.list.iter().filter(|s| s.phase == SegmentPhase::Sealing).count()
+    }
+
+    /// Whether there will soon be twice as many sealed segments as now, or more.
+    pub(in crate::log) fn is_mostly_unsealed(&self, patience: Duration) -> bool {
+        let sealed = self.list.iter().filter(|s| s.phase == SegmentPhase::Sealed).count();
+        self.sealable(patience).len() + self.sealing() > sealed
     }
 
     pub(in crate::log) fn has_unsealed_full(&self) -> bool {
@@ -519,7 +529,7 @@ impl Segments {
         let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Full)?;
         (s.phase, s.is_closed) = (SegmentPhase::Sealing, true);
         let begun = (s.epoch, std::mem::take(&mut s.records));
-        self.seal_wanted = false;
+        self.seal_wanted = self.list.iter().any(|s| s.phase == SegmentPhase::Full);
         Some(begun)
     }
 
@@ -541,6 +551,7 @@ impl Segments {
             (s.settled, s.gone_changed) = (0, false);
             records.retain(|r| !gone.contains(&r.page));
             s.records = records;
+            self.seal_wanted = true;
         }
     }
 

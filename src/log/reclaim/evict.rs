@@ -154,7 +154,7 @@ fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
     later.into_iter().for_each(|(tag, bytes)| chain.put_back(tag, bytes));
     spilled.into_iter().flatten().for_each(|tag| chain.put_back(tag, 0));
     drop(guard);
-    // From here on chunks go all the time.
+    // The next chunks to go may lie in what is full by then.
     own.want_seal();
     Ok(chosen)
 }

@@ -46,10 +46,16 @@ fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     sweep_tenants(volume, lane)
 }
 
-/// Whether more slots of tenants below their floors may appear or be hidden: of puts that began
-/// earlier, in condemned segments, or in unsealed ones, where they were never published. The open
-/// segment is closed where it alone stands in the way: nothing else may ever fill it.
+/// Whether full segments are still to be sealed, or more slots of tenants below their floors may
+/// appear or be hidden: of puts that began earlier, in condemned segments, or in unsealed ones,
+/// where they were never published. The open segment is closed where it alone stands in the way:
+/// nothing else may ever fill it.
 fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
+    // Only sealed segments are reclaimed when the floor is done with.
+    if lane.state()?.segments.has_unsealed_full() {
+        lane.want_seal();
+        return Ok(true);
+    }
     if !volume.shard.has_tenant_floors() {
         return Ok(false);
     }
@@ -60,9 +66,6 @@ fn may_appear(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
         let waits = state.segments.condemned() > 0 || state.puts.oldest().is_some_and(|oldest| oldest <= highest);
         (waits, state.segments.may_hide_below(highest))
     };
-    if hides {
-        lane.want_seal();
-    }
     // Without holes what is left of it would be lost until its reclaim.
     if !waits && hides && !lane.has_no_holes() {
         lane.close_open(|state| state.segments.may_hide_below(highest))?;

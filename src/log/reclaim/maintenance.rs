@@ -55,9 +55,9 @@ pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
 /// for no segment to be sealed.
 pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
     let counters = &log.ctx.counters;
-    let given_up = || (counters.evicted.get(), counters.reclaimed.get());
+    let changes = || (counters.evicted.get(), counters.reclaimed.get(), counters.sealed.get());
     loop {
-        let before = given_up();
+        let before = changes();
         for volume in &log.volumes {
             // The first round to end may have begun before this look.
             let wanted = volume.rounds.load(Ordering::Acquire) + 2;
@@ -70,7 +70,7 @@ pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
             }
         }
         let seals = log.volumes.iter().filter_map(|v| v.own()).any(|lane| journal::is_sealing(&lane));
-        if given_up() == before && !seals {
+        if changes() == before && !seals {
             return Ok(());
         }
     }

@@ -7,6 +7,7 @@ use super::{evict, orphans, pressure, segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::log::drive::Volume;
+use crate::log::journal;
 use crate::log::lane::{Lane, growth_bytes};
 
 /// Most bytes kept free for the small files of lanes that are made later.
@@ -26,7 +27,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                 let (poor, numbered) = (is_poor(volume), has_a_number(&lane));
                 let helped = if numbered { free_some(volume, poor) } else { segment::reclaim_own(volume) };
                 if !helped {
-                    if poor && numbered {
+                    if poor && numbered && !awaits_seals(volume) {
                         pressure::request_space(volume);
                     }
                     tracing::debug!(drive = %volume.root.display(), error = %e, "no free segment");
@@ -40,11 +41,16 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
 
 /// Frees space for one segment, or less; `false` where nothing can go. `poor`: as [`is_poor`] says.
 fn free_some(volume: &Volume, poor: bool) -> bool {
-    give_back_spare(volume)
-        || poor && orphans::remove_one(volume)
-        || evict::make_room(volume)
-        || segment::reclaim_one(volume)
-        || !poor && orphans::remove_one(volume)
+    if give_back_spare(volume) || poor && orphans::remove_one(volume) {
+        return true;
+    }
+    !awaits_seals(volume)
+        && (evict::make_room(volume) || segment::reclaim_one(volume) || !poor && orphans::remove_one(volume))
+}
+
+/// Whether most of what may go is about to be sealed: what is sealed now would be a poor choice.
+fn awaits_seals(volume: &Volume) -> bool {
+    volume.own().is_some_and(|lane| journal::awaits_seals(&lane))
 }
 
 /// Ends the wait of calls for a segment that the drive does not give, and warns once.

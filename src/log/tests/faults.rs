@@ -227,7 +227,7 @@ fn segments_are_sealed_together_with_two_flushes() {
     let dir = temp();
     let (log, switch) = faulty(LogOptions { foreground: true, ..options(dir.path()) });
     (0..70).for_each(|n| assert!(store(&log, n)));
-    log.turn(Turn::Commit);
+    log.turn(Turn::Journal);
     assert_eq!(log.stats().sealed, 0);
     switch.seen.lock().clear();
     log.flush().unwrap();
@@ -254,7 +254,7 @@ fn a_segment_that_cannot_be_sealed_keeps_no_other_from_it() {
     let dir = temp();
     let (log, switch) = faulty_in_turns(dir.path());
     (0..70).for_each(|n| assert!(store(&log, n)));
-    log.turn(Turn::Commit);
+    log.turn(Turn::Journal);
     log.volumes[0].own().unwrap().want_seal();
     switch.set(INDEX_EIO_ONCE);
     log.turn(Turn::Journal);

@@ -274,3 +274,16 @@ fn what_is_stored_again_for_a_removed_tenant_leaves_no_older_slot_behind() {
     rebuild_from_data(dir.path());
     assert!(!has(&open(dir.path()), 1));
 }
+
+/// The space of what is cleared is given back, also of segments that were full and not yet sealed.
+#[test]
+fn a_clear_frees_segments_that_were_not_sealed() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    (0..70).for_each(|n| assert!(store(&log, n)));
+    let used = || log.volumes[0].own().unwrap().state().unwrap().segments.in_use();
+    assert!(used() >= 4 && log.stats().sealed == 0);
+    log.clear().unwrap();
+    [Turn::Maintain, Turn::Journal, Turn::Maintain].into_iter().for_each(|turn| log.turn(turn));
+    assert!(used() <= 2, "{} segments", used());
+}
