@@ -65,9 +65,10 @@ impl Pending {
         self.since.map(|since| since + wait)
     }
 
-    /// Whether at least half of the ring's pages are held.
+    /// Whether at most half of the pages that puts may use are free.
     pub(in crate::log) fn is_ring_half_full(&self) -> bool {
-        self.ring.is_half_full()
+        let least = self.ring.pages().saturating_sub(RING_RESERVE) / 2;
+        self.ring.free().saturating_sub(RING_RESERVE) <= least
     }
 
     pub(in crate::log) fn waiting(&self) -> usize {

@@ -23,6 +23,10 @@ impl JournalRing {
         Self { pages: u64::from(pages), next, held: VecDeque::new() }
     }
 
+    pub(in crate::log) fn pages(&self) -> u64 {
+        self.pages
+    }
+
     /// Pages that may be written now.
     pub(in crate::log) fn free(&self) -> u64 {
         let tail = self.held.front().map_or(self.next, |(number, _)| *number);
