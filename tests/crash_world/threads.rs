@@ -190,4 +190,11 @@ pub fn run(seed: u64, judge: &Arc<Judge>, dir: &Path) {
     // A crash that is being judged has the world.
     drop(cutter.rng.lock());
     world.end();
+    // Whoever still has the world keeps its disk mounted where the next one's is to be.
+    for _ in 0..5000 {
+        if Arc::strong_count(&world) == 1 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -201,8 +201,11 @@ fn take_batch(lane: &Lane, partial: bool) -> Result<Option<RecordBatch>> {
 /// The ring is full: seals the segments that keep its oldest page.
 fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, LaneState>) -> Result<MutexGuard<'a, LaneState>> {
     if state.segments.is_open_among(&state.pending.oldest()) {
-        // Reclaim, which waits, makes segments ready: without one puts wait for it anyway.
-        if state.segments.ready() == 0 && !state.pending.is_urgent() && state.segments.condemned() == 0 {
+        // Reclaim, which waits, makes segments ready: without one puts wait for it anyway. Where it
+        // has found nothing that may go, it may be that all there is lies in the open one.
+        let segments = &state.segments;
+        let reclaim_helps = segments.ready() == 0 && segments.condemned() == 0 && !segments.is_starved();
+        if reclaim_helps && !state.pending.is_urgent() {
             state.segments.want();
             return Ok(state);
         }

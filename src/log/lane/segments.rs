@@ -194,6 +194,8 @@ pub(in crate::log) struct Segments {
     reserve: Option<u64>,
     /// Somebody asked for a segment and found none.
     wanted: bool,
+    /// No segment could be made, and nothing could go for one.
+    starved: bool,
     /// Somebody looks for slots to give up, of which only those of sealed segments may go.
     seal_wanted: bool,
     /// How often in a row none could be made although there is room, and why the last time.
@@ -622,6 +624,15 @@ impl Segments {
         self.wanted = true;
     }
 
+    /// A segment was wanted, and neither was there room for one nor could anything go.
+    pub(in crate::log) fn starve(&mut self) {
+        self.starved = true;
+    }
+
+    pub(in crate::log) fn is_starved(&self) -> bool {
+        self.starved
+    }
+
     pub(in crate::log) fn ready(&self) -> usize {
         self.ready.len()
     }
@@ -639,7 +650,7 @@ impl Segments {
             *s = Segment { phase: SegmentPhase::Ready, ..Segment::absent(s.epoch) };
         }
         self.ready.push_back(segment);
-        self.wanted = false;
+        (self.wanted, self.starved) = (false, false);
         (self.refusals, self.refusal) = (0, None);
     }
 

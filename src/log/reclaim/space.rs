@@ -27,8 +27,11 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                 let (poor, numbered) = (is_poor(volume), has_a_number(&lane));
                 let helped = if numbered { free_some(volume, poor) } else { segment::reclaim_own(volume) };
                 if !helped {
-                    if poor && numbered && !awaits_seals(volume) {
-                        pressure::request_space(volume);
+                    if !awaits_seals(volume) {
+                        lane.state().iter_mut().for_each(|state| state.segments.starve());
+                        if poor && numbered {
+                            pressure::request_space(volume);
+                        }
                     }
                     tracing::debug!(drive = %volume.root.display(), error = %e, "no free segment");
                     return;
