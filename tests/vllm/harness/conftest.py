@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     assert "vllm" not in sys.modules, "vLLM was imported before its version was chosen"
     # The schedulers are the same for every device, and no model runs.
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
-    # Kept from run to run: what vLLM finds out about a model's code, for which it would start a process.
+    # Kept from run to run: what vLLM finds out about a model's code, for which it would start a
+    # process.
     os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(__file__).resolve().parents[3] / "target" / "vllm-cache"))
     version = config.getoption("--vllm", None) or os.environ.get("FOREBAY_HARNESS_VLLM")
     if version in sources.WHEELS:
