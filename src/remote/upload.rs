@@ -90,17 +90,23 @@ impl WaitingUploads {
     }
 
     /// Gives parked chunks their turn: those whose drives answer again, or have not for too long.
-    fn look_again(&mut self) {
+    /// The logs that were asked, to be given up without the lock: where this is the last user of
+    /// one, that closes it.
+    fn look_again(&mut self) -> Vec<Arc<Log>> {
         if self.parked.is_empty() || self.looked.is_some_and(|looked| looked.elapsed() < DRIVE_AGAIN) {
-            return;
+            return Vec::new();
         }
         self.looked = Some(Instant::now());
+        let mut asked = Vec::new();
         let (parked, again): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked).into_iter().partition(|chunk| {
-            chunk.log.upgrade().is_some_and(|log| log.is_paused())
-                && chunk.paused.is_some_and(|since| since.elapsed() < DRIVE_PATIENCE)
+            let Some(log) = chunk.log.upgrade() else { return false };
+            let is_paused = log.is_paused();
+            asked.push(log);
+            is_paused && chunk.paused.is_some_and(|since| since.elapsed() < DRIVE_PATIENCE)
         });
         self.parked = parked;
         self.chunks.extend(again);
+        asked
     }
 }
 
@@ -177,9 +183,10 @@ impl Uploads {
     async fn next(&self) -> (WaitingUpload, u64) {
         loop {
             let more = self.more.notified();
+            let asked = self.waiting.lock().look_again();
+            drop(asked);
             let has_parked = {
                 let mut waiting = self.waiting.lock();
-                waiting.look_again();
                 if let Some(next) = waiting.chunks.pop_front() {
                     let number = waiting.next;
                     waiting.next += 1;

@@ -25,9 +25,11 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
                 let (poor, numbered) = (is_poor(volume), has_a_number(&lane));
-                let helped = if numbered { free_some(volume, poor) } else { segment::reclaim_own(volume) };
+                // Asked once: a seal that ends meanwhile wakes this thread again.
+                let awaits = awaits_seals(volume);
+                let helped = if numbered { free_some(volume, poor, awaits) } else { segment::reclaim_own(volume) };
                 if !helped {
-                    if !awaits_seals(volume) {
+                    if !awaits {
                         lane.state().iter_mut().for_each(|state| state.segments.starve());
                         if poor && numbered {
                             pressure::request_space(volume);
@@ -42,12 +44,13 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
-/// Frees space for one segment, or less; `false` where nothing can go. `poor`: as [`is_poor`] says.
-fn free_some(volume: &Volume, poor: bool) -> bool {
+/// Frees space for one segment, or less; `false` where nothing can go. `poor` and `awaits`: as
+/// [`is_poor`] and [`awaits_seals`] say.
+fn free_some(volume: &Volume, poor: bool, awaits: bool) -> bool {
     if give_back_spare(volume) || poor && orphans::remove_one(volume) {
         return true;
     }
-    !awaits_seals(volume)
+    !awaits
         && (evict::make_room(volume) || segment::reclaim_one(volume) || !poor && orphans::remove_one(volume))
 }
 
@@ -102,7 +105,7 @@ pub(super) fn shrink(volume: &Volume) {
     let (Some(budget), Some(lane)) = (&volume.budget, volume.own()) else { return };
     let goes_on = || !volume.ctx.is_closed() && !lane.has_no_holes();
     while goes_on() && budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
-        if !free_some(volume, is_poor(volume)) {
+        if !free_some(volume, is_poor(volume), awaits_seals(volume)) {
             return;
         }
     }

@@ -219,6 +219,37 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
     assert!(matches!(again, PutOutcome::Started(_)));
 }
 
+/// All that the log holds lies in the open segment: what fills the ring is sealed with that alone.
+#[test]
+fn a_full_ring_does_not_wait_for_a_segment_that_the_drive_cannot_give() {
+    const RING_PAGES: u32 = 24;
+    const CAPACITY: u64 = 96 << 20;
+    // Less than a segment.
+    const SPARE: u64 = 8 << 20;
+    let dir = temp();
+    let log = Log::open(LogOptions {
+        capacity_bytes: CAPACITY,
+        segment_bytes: Some(32 << 20),
+        ring_pages: Some(RING_PAGES),
+        ..options(dir.path())
+    })
+    .unwrap();
+    assert!(store(&log, 0));
+    log.flush().unwrap();
+    let file =
+        crate::io::DirectFile::open(&dir.path().join("ballast"), crate::io::FileOptions::create()).unwrap();
+    file.allocate(0, CAPACITY - SPARE - allocated_below(dir.path()).unwrap()).unwrap();
+    assert_eq!(log.stats().sealed, 0);
+    // A flush takes a page, however few records it has.
+    let last = u64::from(2 * RING_PAGES);
+    for n in 1..=last {
+        assert!(store(&log, n), "{n}");
+        log.flush().unwrap();
+    }
+    assert!(log.stats().sealed > 0);
+    assert!(has(&log, last));
+}
+
 #[test]
 fn a_capacity_that_was_lowered_costs_a_namespace_first_that_nobody_uses() {
     let dir = temp();
