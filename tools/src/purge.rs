@@ -199,7 +199,8 @@ fn targets(args: &PurgeArgs, (what, remote): (What, Option<&RemoteOptions>)) -> 
         let its = found.iter().find(|(files, _)| files.first().is_some_and(same));
         its.map(|(_, raw)| raw.as_slice()).unwrap_or_default()
     };
-    // The shards of a namespace are of one model. Lanes may be unreadable, or rebuilt without a name.
+    // The shards of a namespace are of one model. Lanes may be unreadable, or rebuilt without a
+    // name.
     let of_lanes = |files: &LaneDir| {
         let its = found.iter().filter(|(lanes, _)| lanes.first().is_some_and(|l| l.namespace == files.namespace));
         its.flat_map(|(_, raw)| raw).map(|l| l.superblock.model.clone()).find(|model| !model.is_empty())

@@ -31,8 +31,8 @@ pub(crate) fn load(
     Ok(settings)
 }
 
-/// Takes `directories` as the drives. One that the settings have too drains as they say, and has the
-/// share of the capacity that servers give it.
+/// Takes `directories` as the drives. One that the settings have too drains as they say, and has
+/// the share of the capacity that servers give it.
 fn choose(settings: &mut Settings, directories: &[PathBuf]) -> Result<()> {
     let real = |dir: &Path| dir.canonicalize().or_else(|_| std::path::absolute(dir));
     let (all, chosen) = (settings.drives.len(), directories.len() as u64);

@@ -1,9 +1,9 @@
 //! Sizes, times and token counts as users write them.
 //!
-//! Sizes are read as in the settings: `GiB` and `g` are powers of 1024, `GB` of 1000. Those of `bench`
-//! follow fio with its default `kb_base=1024`: `k`, `kb`, `m`, `g`, … are powers of 1024, and the
-//! `ki`, `mi`, `gi` spellings are powers of 1000 (fio's inverted reading, kept so that job files
-//! mean the same here). Token counts are decimal: `3m` is three million.
+//! Sizes are read as in the settings: `GiB` and `g` are powers of 1024, `GB` of 1000. Those of
+//! `bench` follow fio with its default `kb_base=1024`: `k`, `kb`, `m`, `g`, … are powers of 1024,
+//! and the `ki`, `mi`, `gi` spellings are powers of 1000 (fio's inverted reading, kept so that job
+//! files mean the same here). Token counts are decimal: `3m` is three million.
 
 use std::time::Duration;
 

@@ -247,9 +247,15 @@ impl Sync<'_> {
     fn local_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<LocalChunk>>, bool)> {
         let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
         let mut geometries: HashMap<(String, String), Result<Geometry>> = HashMap::new();
-        let mut is_whole = true;
+        let (mut is_whole, mut unread) = (true, Vec::new());
         for drive in &self.settings.drives {
-            let (found, unreadable) = shards(&drive.path)?;
+            let (found, unreadable) = match shards(&drive.path) {
+                Ok(found) => found,
+                Err(e) => {
+                    unread.push(e);
+                    continue;
+                }
+            };
             unreadable.iter().for_each(|problem| out::tell(&format!("passed over {problem}")));
             is_whole &= unreadable.is_empty();
             for (files, raw) in &found {
@@ -268,6 +274,14 @@ impl Sync<'_> {
                 by_place.entry(place).or_default().extend(slots);
             }
         }
+        // The other drives' chunks can be uploaded all the same.
+        is_whole &= unread.is_empty();
+        if unread.len() == self.settings.drives.len()
+            && let Some(e) = unread.pop()
+        {
+            return Err(e);
+        }
+        unread.iter().for_each(|e| out::tell(&format!("passed over {e}")));
         let mut jobs = Vec::new();
         for ((namespace, shard), slots) in by_place {
             let geometry = match geometries.remove(&(namespace.clone(), shard.clone())) {
@@ -394,7 +408,7 @@ impl Sync<'_> {
         let (room, bound) = self.room(job, &log)?;
         let room = (room as f64 * share) as u64;
         let most = job.limit.min(room);
-        let fetch = remote.restore(Arc::clone(&log), (job.items.clone(), most), Instant::now() + LONGEST);
+        let fetch = remote.restore(Arc::clone(&log), job.items.clone(), most, Instant::now() + LONGEST);
         let mut outcome = Ok(());
         while outcome.is_ok() && !stop::asked() && !fetch.wait(Instant::now() + TICK) {
             let stats = remote.stats();

@@ -160,6 +160,17 @@ fn a_shard_whose_description_is_lost_does_not_keep_the_others_back() {
 }
 
 #[test]
+fn a_drive_that_is_gone_does_not_keep_the_others_back() {
+    let w = World::new();
+    let chunks = w.chunks("a").len();
+    std::fs::remove_dir(w.dir.path().join("b")).unwrap();
+    let up = w.run(&format!("sync up b a --remote {REMOTE} --json")).expect(3);
+    assert!(up.stderr.contains("passed over"), "{}", up.stderr);
+    assert_eq!(up.json()["shards"][0]["moved"], chunks);
+    w.run(&format!("sync up b --remote {REMOTE}")).expect(2);
+}
+
+#[test]
 fn a_shard_that_fails_does_not_keep_the_others_back_and_is_told() {
     let w = World::new();
     w.run("bench --rw store --model tiny --layout opaque --size 2m --bs 64k --keep --directory a --quiet").expect(0);

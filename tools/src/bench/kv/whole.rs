@@ -6,7 +6,7 @@
 //! other keys, so that every store writes, and the cache evicts where it is full.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use forebay::engine::{Backpressure, LoadRequest, MissCause, Prompt, StoreRequest};
@@ -77,16 +77,16 @@ impl Totals {
 
 /// Runs `work` on a thread for each KV memory, all starting together; the first error wins.
 fn workers<'a>(kvs: &'a [Kv], work: impl Fn(usize, &'a Kv) -> Result<()> + Sync) -> Result<()> {
-    let start = Barrier::new(kvs.len());
+    let gate = RwLock::new(());
     std::thread::scope(|scope| {
+        // Poisoned where a thread cannot be started: the others then do nothing.
+        let closed = gate.write();
         let spawn = |(i, kv)| {
-            let (start, work) = (&start, &work);
-            scope.spawn(move || {
-                start.wait();
-                work(i, kv)
-            })
+            let (gate, work) = (&gate, &work);
+            scope.spawn(move || if gate.read().is_ok() { work(i, kv) } else { Ok(()) })
         };
         let running: Vec<_> = kvs.iter().enumerate().map(spawn).collect();
+        drop(closed);
         running.into_iter().try_for_each(|t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)))
     })
 }

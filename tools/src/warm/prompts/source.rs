@@ -1,9 +1,10 @@
 //! Prompts from JSON lines or from a request trace.
 //!
 //! A line holds one prompt in the words of an OpenAI-compatible server: `prompt` (a text or token
-//! ids), `text`, `prompt_token_ids` or `messages`, and optionally `cache_salt` and `model` (a
-//! `LoRA` name). A file is read to its end before the first request is sent, so that a broken line
-//! is reported before hours of work and not after them.
+//! ids), `text`, `prompt_token_ids` or `messages`, and optionally `cache_salt`, `model` (a `LoRA`
+//! name) and what else makes the server compute another prompt. A file is read to its end before
+//! the first request is sent, so that a broken line is reported before hours of work and not after
+//! them.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read as _};
@@ -17,6 +18,22 @@ use crate::replay::trace::{BLOCK_TOKENS, Request};
 
 /// Longest line that is read, in bytes.
 const MAX_LINE_BYTES: u64 = 64 << 20;
+
+/// Fields of a request that change its prompt's tokens or their KV; they are sent as they stand.
+const SENT_ON: [&str; 12] = [
+    "add_generation_prompt",
+    "add_special_tokens",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "mm_processor_kwargs",
+    "reasoning_effort",
+    "tool_choice",
+    "tools",
+    "truncate_prompt_tokens",
+];
 
 /// What a prompt is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,8 +53,8 @@ pub(crate) struct Prompt {
     pub(crate) line: usize,
     /// What it is made of.
     pub(crate) content: Content,
-    /// Cache salt: its KV is only served to prompts with the same one.
-    pub(crate) cache_salt: Option<String>,
+    /// Those of [`SENT_ON`] that the line has.
+    pub(crate) fields: Map<String, Value>,
     /// Model or `LoRA` adapter, where the line names one.
     pub(crate) model: Option<String>,
 }
@@ -48,8 +65,9 @@ struct Line {
     text: Option<String>,
     prompt_token_ids: Option<Vec<u32>>,
     messages: Option<Vec<Value>>,
-    cache_salt: Option<String>,
     model: Option<String>,
+    #[serde(flatten)]
+    fields: Map<String, Value>,
 }
 
 impl Prompt {
@@ -81,7 +99,12 @@ impl Prompt {
         if empty {
             return Err("the prompt is empty".to_owned());
         }
-        Ok(Self { line, content, cache_salt: parsed.cache_salt, model: parsed.model })
+        let mut fields = parsed.fields;
+        fields.retain(|name, value| SENT_ON.contains(&name.as_str()) && !value.is_null());
+        if fields.get("cache_salt").is_some_and(|salt| !salt.is_string()) {
+            return Err("cache_salt is not a text".to_owned());
+        }
+        Ok(Self { line, content, fields, model: parsed.model })
     }
 
     /// Tokens, where they are known without the server's tokenizer.
@@ -105,13 +128,10 @@ impl Prompt {
 
     /// The path and the body of a request that makes the server compute the prompt and one token.
     pub(crate) fn request(&self, default_model: &str) -> (&'static str, Value) {
-        let mut body = Map::new();
+        let mut body = self.fields.clone();
         body.insert("model".to_owned(), json!(self.model.as_deref().unwrap_or(default_model)));
         body.insert("max_tokens".to_owned(), json!(1));
         body.insert("temperature".to_owned(), json!(0));
-        if let Some(salt) = &self.cache_salt {
-            body.insert("cache_salt".to_owned(), json!(salt));
-        }
         let (path, field, value) = match &self.content {
             Content::Text(text) => ("/v1/completions", "prompt", json!(text)),
             Content::Tokens(ids) => ("/v1/completions", "prompt", json!(ids)),
@@ -181,7 +201,7 @@ pub(crate) fn of_trace(requests: &[Request], vocab_size: u32) -> Vec<Prompt> {
         .map(|(i, request)| Prompt {
             line: i + 1,
             content: Content::Tokens(request.blocks().flat_map(|(id, count)| tokens(id, count)).collect()),
-            cache_salt: None,
+            fields: Map::new(),
             model: None,
         })
         .collect()
@@ -212,6 +232,22 @@ mod tests {
     }
 
     #[test]
+    fn a_logged_request_keeps_what_makes_its_prompt() {
+        let message = r#""messages": [{"role": "user", "content": "x"}]"#;
+        let line = format!(
+            r#"{{{message}, "tools": [{{"type": "function"}}], "chat_template_kwargs": {{"enable_thinking": false}},
+                "documents": null, "temperature": 0.7, "max_tokens": 500, "stream": true, "n": 4, "id": 7}}"#
+        );
+        let (_, body) = parsed(&line).request("m");
+        assert_eq!(
+            body,
+            json!({"model": "m", "max_tokens": 1, "temperature": 0, "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": false}})
+        );
+        assert_ne!(parsed(&line).digest(), parsed(&format!("{{{message}}}")).digest());
+    }
+
+    #[test]
     fn a_wrong_line_is_named_with_its_number() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("p.jsonl");
@@ -222,6 +258,7 @@ mod tests {
             r#"{"prompt": "a", "text": "b"}"#,
             r#"{"prompt": ""}"#,
             r#"{"prompt": [-1]}"#,
+            r#"{"prompt": "a", "cache_salt": 3}"#,
         ] {
             std::fs::write(&path, format!("{{\"prompt\": \"a\"}}\n\n{wrong}\n")).unwrap();
             let e = read_prompts(&path).unwrap_err();
