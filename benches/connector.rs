@@ -26,8 +26,7 @@ fn engine(dir: &std::path::Path) -> Option<Arc<Engine>> {
 }
 
 fn scheduler(engine: &Arc<Engine>) -> Option<Scheduler> {
-    let blocks = (&[BLOCK as u32][..], 100_000);
-    let mut options = ConnectorOptions::new(engine.settings(), engine.geometry(), blocks).ok()?;
+    let mut options = ConnectorOptions::new(engine.settings(), engine.geometry(), &[BLOCK as u32], 100_000).ok()?;
     options.save_decode_cache = true;
     Scheduler::new(options, Box::new(RanksLookup::over(vec![Arc::clone(engine)]))).ok()
 }

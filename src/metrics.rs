@@ -1,8 +1,8 @@
 //! Building blocks of metrics that any module may keep: a histogram and counters by cause, of plain
 //! atomics, and the text exposition.
 //!
-//! Modules count in atomics of their own; the engine reads them when somebody asks and hands them to
-//! an [`Exposition`]. Nothing here is global, and nothing is registered anywhere.
+//! Modules count in atomics of their own; the engine reads them when somebody asks and hands them
+//! to an [`Exposition`]. Nothing here is global, and nothing is registered anywhere.
 
 use std::array;
 use std::marker::PhantomData;

@@ -1,7 +1,7 @@
 //! Which process may open a cache. A forked child has the locks that its parent's threads held at
 //! the fork, and no thread that unlocks them. Among them are those of the table in which all
-//! threads of a process wait for locks (parking_lot's), so that a cache which the child opens itself
-//! hangs now and then. It gets an error instead.
+//! threads of a process wait for locks (parking_lot's), so that a cache which the child opens
+//! itself hangs now and then. It gets an error instead.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

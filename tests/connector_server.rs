@@ -195,7 +195,7 @@ fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
     let promised = prompt(&engine, 4 * CHUNK, 1);
     assert_eq!(store(&engine, &promised, &memory, map.clone()).stored, 4);
     let options =
-        ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], 4 * CHUNK / BLOCK)).unwrap();
+        ConnectorOptions::new(&world.settings, engine.geometry(), &[BLOCK as u32], 4 * CHUNK / BLOCK).unwrap();
     let mut s = Scheduler::new(options, Box::new(RanksLookup::over(vec![Arc::clone(&engine)]))).unwrap();
     s.on_new_request(AddRequest::new("a", promised.tokens(), &Extra::default()));
     let answer = s.get_num_new_matched_tokens("a", 0).tokens.unwrap();
@@ -236,7 +236,7 @@ fn a_drive_that_does_not_answer_counts_as_slow_and_its_chunks_are_named_also_whi
     let (kv, stored) = (world.kv(), prompt(&engine, CHUNK, 1));
     assert_eq!(store(&engine, &stored, &kv, slots(CHUNK, 1)).stored, 1);
     hangs.store(true, Ordering::SeqCst);
-    let options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], BLOCKS)).unwrap();
+    let options = ConnectorOptions::new(&world.settings, engine.geometry(), &[BLOCK as u32], BLOCKS).unwrap();
     let mut w = Worker::new(options, Arc::clone(&engine), Arc::clone(&kv.kv)).unwrap();
     let mut measured = Vec::new();
     for step in 1..=8 {
@@ -272,7 +272,7 @@ fn a_cache_that_opens_late_is_looked_into_from_then_on() {
     let mut late = world.options();
     late.reopen_every = Duration::from_millis(5);
     let engine = Arc::new(Engine::open_with(late).unwrap());
-    let options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], CHUNK)).unwrap();
+    let options = ConnectorOptions::new(&world.settings, engine.geometry(), &[BLOCK as u32], CHUNK).unwrap();
     let mut w = Worker::new(options, Arc::clone(&engine), Arc::clone(&world.kv().kv)).unwrap();
     let mut lookup = RanksLookup::new(&world.settings, 1, Duration::from_secs(60));
     let mut step = |w: &mut Worker| {

@@ -169,11 +169,15 @@ fn attention_on_the_servers_stream_reads_loaded_bytes_however_late_drive_and_gpu
         let compute = server.stream(true);
         let engine = w.open();
         let n = 4 * CHUNK;
-        let (p, a) = stored(&w, &engine, n);
+        // Chunks that the server names itself are the same to a load.
+        let is_named = seed == 2;
+        let p = if is_named { engine.prompt_from_keys(&["a", "b", "c", "d"]) } else { prompt(&engine, n, 1) };
+        let a = w.kv().filled(3);
+        assert_eq!(store(&engine, &p, &a, slots(n, 1)).tokens, n);
         let b = w.kv();
         let copies = w.kv();
         let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
-        request.stream = Some(Stream(compute.handle()));
+        (request.stream, request.layerwise) = (Some(Stream(compute.handle())), is_named.then_some(true));
         let loading = engine.load(request).unwrap();
         for layer in 0..loading.layers() {
             loading.wait_layer_on(layer, Stream(compute.handle())).unwrap();

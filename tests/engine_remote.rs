@@ -122,7 +122,7 @@ fn a_tenant_at_its_quota_gives_up_its_own_for_a_prompt_and_does_not_end_a_restor
     let (namespace, shard) = store.shards().unwrap().pop().unwrap();
     let objects = store.objects(&namespace, &shard).unwrap();
     let into = Remote::open(&options, three.geometry()).unwrap();
-    let brought = wait(&into.restore(three.log().unwrap(), (objects, u64::MAX), later()));
+    let brought = wait(&into.restore(three.log().unwrap(), objects, u64::MAX, later()));
     assert_eq!((brought.stopped, matched(&three, &of_nobody)), (None, N));
     let of_acme = brought.chunks - N / CHUNK;
     // What the maintenance thread gives up meanwhile, to keep a part free, makes room for others.
@@ -149,13 +149,13 @@ fn what_lies_there_is_described_and_can_be_brought_without_its_prompts() {
         let into = Remote::open(&options, one.geometry()).unwrap();
         let empty = vec![RemoteObject { bytes: 0, ..objects[0] }];
         let gets = server.requests(&Method::GET);
-        assert_eq!(wait(&into.restore(two.log().unwrap(), (empty, u64::MAX), later())).chunks, 0);
+        assert_eq!(wait(&into.restore(two.log().unwrap(), empty, u64::MAX, later())).chunks, 0);
         assert_eq!(server.requests(&Method::GET), gets, "its length says that it is damaged");
         let two_of_three = objects[0].bytes * 5 / 2;
-        let brought = wait(&into.restore(two.log().unwrap(), (objects.clone(), two_of_three), later()));
+        let brought = wait(&into.restore(two.log().unwrap(), objects.clone(), two_of_three, later()));
         assert_eq!(brought, Fetched { chunks: 2, stopped: None });
         assert_eq!(matched(&two, &p), 2 * CHUNK, "{}", shape.name);
-        let brought = wait(&into.restore(two.log().unwrap(), (objects.clone(), u64::MAX), later()));
+        let brought = wait(&into.restore(two.log().unwrap(), objects.clone(), u64::MAX, later()));
         assert_eq!(brought, Fetched { chunks: 1, stopped: None });
         assert_eq!(b.check(&two, &p, &kv), N, "{}", shape.name);
         assert_eq!(server.requests(&Method::HEAD), heads, "a list says what is there");
@@ -371,7 +371,7 @@ fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     objects.sort_unstable_by_key(|object| q.keys().contains(&object.key));
     assert_eq!(objects.len(), 4);
     let one_chunk = objects[3].bytes;
-    assert_eq!(wait(&into.restore(two.log().unwrap(), (objects, one_chunk), later())).chunks, 1);
+    assert_eq!(wait(&into.restore(two.log().unwrap(), objects, one_chunk, later())).chunks, 1);
     assert_eq!(b.check(&two, &q, &kv), CHUNK);
     assert_eq!(store_for_a_minute(), (7, 0));
     assert_eq!(fetch(&three, &p), Fetched { chunks: 3, stopped: None });

@@ -256,14 +256,36 @@ fn a_small_capacity_holds_most_of_itself_or_is_refused() {
         settings.capacity = Capacity::Bytes(capacity);
         ObjectStore::open_with(ObjectOptions::new(&settings, "test"))
     };
-    let refused = open(32 << 20).unwrap_err();
-    assert!(refused.to_string().contains("use at least 6"), "{refused}");
+    for capacity in [16 << 20, 32 << 20, 64 << 20] {
+        let refused = open(capacity).unwrap_err();
+        assert!(refused.to_string().contains("use at least 6"), "{refused}");
+    }
     let store = open(128 << 20).unwrap();
     let keys: Vec<String> = (0..128).map(|n| n.to_string()).collect();
     assert!(keys.iter().all(|key| put_one(&store, key, 1, 1_000_000).ok));
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let held = exists(&store, &keys).into_iter().filter(|there| *there).count();
     assert!(held >= 80, "{held} of 128 MB are held");
+}
+
+/// Also one that has been full for long, with values that are not small beside its segments.
+#[test]
+fn a_small_capacity_that_is_full_still_holds_half_of_itself() {
+    const CAPACITY: usize = 128 << 20;
+    const VALUE: usize = 4 << 20;
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = Capacity::Bytes(CAPACITY as u64);
+    let store = ObjectStore::open_with(ObjectOptions::new(&settings, "test")).unwrap();
+    let keys: Vec<String> = (0..3 * CAPACITY / VALUE).map(|n| n.to_string()).collect();
+    for key in &keys {
+        assert!(put_one(&store, key, 1, VALUE).ok);
+    }
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let held = exists(&store, &keys).into_iter().filter(|there| *there).count() * VALUE;
+    assert!(held >= CAPACITY * 2 / 5, "{held} bytes are held");
+    let last = *keys.last().unwrap();
+    assert!(get_one(&store, last, VALUE) == Ok(value(last, 1, VALUE)));
 }
 
 #[test]

@@ -180,8 +180,8 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
 }
 
-/// As above, of a log with its threads, which several others use at once over a drive that takes its
-/// time. What this finds a seed need not find again.
+/// As above, of a log with its threads, which several others use at once over a drive that takes
+/// its time. What this finds a seed need not find again.
 #[test]
 fn crashes_while_threads_work_lose_nothing_flushed_and_bring_nothing_back() {
     if env("FOREBAY_CRASH_SEED").is_some() {

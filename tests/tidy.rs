@@ -1,14 +1,14 @@
-//! The house rules that a compiler cannot check: which module may know which, where `unsafe` and CUDA
-//! may appear, how long a file may be, and that ARCHITECTURE.md leads to every file's module. Each
-//! finding names the file and line to look at.
+//! The house rules that a compiler cannot check: which module may know which, where `unsafe` and
+//! CUDA may appear, how long a file may be, and that ARCHITECTURE.md leads to every file's module.
+//! Each finding names the file and line to look at.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// For each module of `src`, the modules it may name. `error` and `metrics` are leaves that everybody
-/// may use.
+/// For each module of `src`, the modules it may name. `error` and `metrics` are leaves that
+/// everybody may use.
 const MAY_KNOW: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("metrics", &[]),
@@ -156,14 +156,45 @@ fn the_module_check_sees_plain_and_braced_imports() {
     assert_eq!(modules_named("let x = crate::format::crc(crate::io::y());"), ["format", "io"]);
 }
 
-/// The modules of the log. Each may name those before it, and their parent; what is not listed may
-/// name all.
-const LOG_MODULES: &[&str] = &["base", "lane", "journal", "policy", "recovery", "drive", "write", "read", "reclaim"];
+/// The modules of the log. Each may name those before it, and their parent.
+const LOG_MODULES: &[&str] = &[
+    "base", "lane", "journal", "policy", "recovery", "drive", "write", "read", "reclaim", "turn", "opening",
+    "settings", "fsck", "purge",
+];
 
 /// The code of a file with every statement on one line, so that a long import is seen whole.
 fn statements(source: &Source) -> Vec<String> {
     let code: Vec<&str> = source.lines().map(|(_, line)| line.trim()).collect();
     code.join(" ").split_inclusive(';').map(str::to_owned).collect()
+}
+
+/// The same with `super::` written out.
+fn absolute_statements(source: &Source) -> Vec<String> {
+    let path = source.path.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
+    let modules: Vec<&str> = path.split('/').collect();
+    let write_out = |statement: &String| {
+        let mut text = statement.clone();
+        // The longest first: a shorter one is a part of it.
+        for ups in (1..modules.len()).rev() {
+            let above = format!("crate::{}::", modules[..modules.len() - ups].join("::"));
+            text = text.replace(&"super::".repeat(ups), &above);
+        }
+        text
+    };
+    statements(source).iter().map(write_out).collect()
+}
+
+#[test]
+fn the_check_of_the_logs_modules_sees_relative_imports() {
+    let written_out =
+        |path: &str, text: &str| absolute_statements(&Source { path: path.to_owned(), text: text.to_owned() }).concat();
+    assert_eq!(
+        written_out("src/log/drive/mod.rs", "use super::{base, lane::Lane};"),
+        "use crate::log::{base, lane::Lane};"
+    );
+    assert_eq!(written_out("src/log/turn.rs", "use super::fsck;"), "use crate::log::fsck;");
+    let inner = "use super::held::Held; use super::super::drive;";
+    assert_eq!(written_out("src/log/lane/io.rs", inner), "use crate::log::lane::held::Held; use crate::log::drive;");
 }
 
 #[test]
@@ -172,7 +203,7 @@ fn the_modules_of_the_log_know_only_those_before_them() {
     for source in sources(&["src/log"]).iter().filter(|s| !s.path.contains("/tests/")) {
         let module = source.path.split('/').nth(2).unwrap_or_default().trim_end_matches(".rs");
         let Some(place) = LOG_MODULES.iter().position(|r| *r == module) else { continue };
-        for statement in statements(source) {
+        for statement in absolute_statements(source) {
             for named in named_after(&statement, "crate::log::") {
                 if LOG_MODULES.iter().position(|r| *r == named).is_some_and(|other| other > place) {
                     findings.push(format!("{}: {module} must not know {named}", source.path));
@@ -189,13 +220,9 @@ fn the_files_of_a_module_of_the_log_know_each_other_in_one_direction() {
     let all = sources(&["src/log"]);
     for source in all.iter().filter(|s| !s.path.contains("/tests/") && !s.path.ends_with("mod.rs")) {
         let (folder, _) = source.path.rsplit_once('/').unwrap();
-        let module = folder.trim_start_matches("src/log").trim_start_matches('/').replace('/', "::");
-        let absolute = if module.is_empty() { "crate::log::".to_owned() } else { format!("crate::log::{module}::") };
+        let module = format!("crate::{}::", folder.trim_start_matches("src/").replace('/', "::"));
         let is_file = |name: &String| all.iter().any(|s| s.path == format!("{folder}/{name}.rs"));
-        let named = statements(source).into_iter().flat_map(|line| {
-            let relative = if line.contains("super::super::") { Vec::new() } else { named_after(&line, "super::") };
-            [relative, named_after(&line, &absolute)].concat()
-        });
+        let named = absolute_statements(source).into_iter().flat_map(|line| named_after(&line, &module));
         let siblings = named.filter(is_file).map(|name| format!("{folder}/{name}.rs")).collect();
         knows.insert(source.path.clone(), siblings);
     }
@@ -331,6 +358,22 @@ fn the_check_of_names_sees_every_kind_of_declaration() {
     let lines = ["pub(in crate::log) struct A {", "pub enum B<T> {", "trait C: Send {", "    pub(super) struct D(u8);"];
     assert_eq!(lines.map(declared), [Some("A"), Some("B"), Some("C"), Some("D")]);
     assert_eq!(["// struct E", "let structure = 1;", ""].map(declared), [None; 3]);
+}
+
+#[test]
+fn comments_end_by_column_100() {
+    let mut findings = Vec::new();
+    for source in everything() {
+        let mut is_code = false;
+        for (n, line) in (1..).zip(source.text.lines()) {
+            let comment = line.trim_start().strip_prefix("//").map(|c| c.trim_start_matches(['/', '!']).trim_start());
+            is_code = comment.is_some_and(|c| c.starts_with("```") != is_code);
+            if comment.is_some() && !is_code && line.chars().count() > 100 {
+                findings.push(format!("{}:{n}", source.path));
+            }
+        }
+    }
+    assert_clean("comments beyond column 100", &findings);
 }
 
 #[test]

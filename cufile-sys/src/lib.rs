@@ -1,9 +1,9 @@
 //! Raw bindings to NVIDIA's libcufile (GPUDirect Storage), opened at run time: builds and runs
 //! without CUDA.
 //!
-//! [`CuFile::open`] finds the library, [`sys`] has the C functions that Forebay calls, [`types`] and
-//! [`stats`] their arguments, [`CuFileError`] and [`transferred`] their results, as they are in 1.0
-//! to 1.20. Invariants: a missing library, a missing function or an unknown error number is a
+//! [`CuFile::open`] finds the library, [`sys`] has the C functions that Forebay calls, [`types`]
+//! and [`stats`] their arguments, [`CuFileError`] and [`transferred`] their results, as they are in
+//! 1.0 to 1.20. Invariants: a missing library, a missing function or an unknown error number is a
 //! value, never a panic; nothing of NVIDIA's is vendored; opening calls nothing in the library but
 //! its own initialisers, so no driver is started and no configuration read.
 //!

@@ -147,7 +147,8 @@ fn texts() -> Result<()> {
     save("shared_lane", "changes", &[2; 48])
 }
 
-/// Extents of values with few exponents, and one that has others too, behind their numbers of values.
+/// Extents of values with few exponents, and one that has others too, behind their numbers of
+/// values.
 fn extents() -> Result<()> {
     for (name, values, odd) in [("few", 300u16, 0), ("escapes", 4000, 30)] {
         let value = |i: u16| if i < odd { i.wrapping_mul(2711) } else { i.wrapping_mul(517) & 0x83ff | 0x3c00 };

@@ -59,7 +59,8 @@ pub(crate) fn superblock(input: &[u8]) {
             }
         }
         if let Ok(read) = Superblock::decode(&page) {
-            // Texts are for people: what is no UTF-8 is replaced, and cut where that makes it longer.
+            // Texts are for people: what is no UTF-8 is replaced, and cut where that makes it
+            // longer.
             let plain = Superblock { model: String::new(), shard: String::new(), ..read.clone() };
             assert_eq!(Superblock::decode(&plain.encode()).ok().as_ref(), Some(&plain));
             assert!(read.regions_offset >= read.ring_offset, "tables lie behind the ring");
@@ -166,7 +167,8 @@ pub(crate) fn slot_header(input: &[u8]) {
         assert!(held + header.layers.len() * 16 <= bytes.len(), "more than the header holds");
         if let Ok(layout) = &layout {
             let _ = header.fits(layout);
-            // A header that goes where it came from says the same there, unless it has more than fits.
+            // A header that goes where it came from says the same there, unless it has more than
+            // fits.
             if let Ok((again, _)) = header.encode(layout) {
                 assert_eq!(SlotHeader::decode(&again).map(|(h, _)| h).ok().as_ref(), Some(&header));
             }

@@ -105,8 +105,8 @@ fn targets_hold_over_their_corpus_and_what_is_made_from_it() {
         assert!(!whole.is_empty(), "the corpus of {name} has nothing that is whole");
         for run in 0..runs {
             let any = |numbers: &mut Numbers| &inputs[numbers.below(inputs.len())].1;
-            // Most of what was found is damaged already, and a change of it shows less than one of what is
-            // whole.
+            // Most of what was found is damaged already, and a change of it shows less than one of
+            // what is whole.
             let from = match numbers.below(2) {
                 0 => &whole[numbers.below(whole.len())].1,
                 _ => any(&mut numbers),

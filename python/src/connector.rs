@@ -204,7 +204,7 @@ impl SchedulerSide {
         crate::logging::install(py)?;
         let settings = convert::settings(config)?;
         let of_server =
-            ConnectorOptions::of_server(&settings, (&block_tokens, num_blocks), windows.unwrap_or_default()).py()?;
+            ConnectorOptions::of_server(&settings, &block_tokens, num_blocks, windows.unwrap_or_default()).py()?;
         let options = self::options(of_server, options)?;
         let patience = Duration::from_millis(options.load_timeout_ms);
         let lookup = RanksLookup::new(&settings, options.workers, patience);
@@ -527,8 +527,7 @@ impl WorkerSide {
         let hints =
             Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
         let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
-        let of_engine =
-            ConnectorOptions::new(engine.settings(), engine.geometry(), (&block_tokens, num_blocks)).py()?;
+        let of_engine = ConnectorOptions::new(engine.settings(), engine.geometry(), &block_tokens, num_blocks).py()?;
         let options = self::options(of_engine, options)?;
         let worker = Worker::new(options, engine, kv).py()?;
         Ok(Self { worker: Mutex::new(Some(worker)), reported: Mutex::default() })

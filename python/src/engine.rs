@@ -288,8 +288,8 @@ impl PyEngine {
         Ok(PyPrefetch::new(py.detach(|| engine.prefetch(&prompt, start..stop)).py()?))
     }
 
-    /// Rotates attention keys (RoPE) in place, from their old positions to new ones, by the server's
-    /// own table; returns when that is done.
+    /// Rotates attention keys (RoPE) in place, from their old positions to new ones, by the
+    /// server's own table; returns when that is done.
     #[pyo3(signature = (kv_layers, slot_mapping, old_positions, new_positions, table, *, dtype, neox=true, layers=None,
         stream=None, layout=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]

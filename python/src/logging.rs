@@ -3,8 +3,8 @@
 //! A thread of the engine must never wait for the GIL, so it only puts the line into a queue; a
 //! thread in Python (`forebay/_logging.py`) takes lines out and hands them to the logger `forebay`.
 //! A full queue drops lines and counts them. That thread also frees the objects that threads of the
-//! engine have dropped, which must not take the GIL. A forked child, in which that thread is not, says
-//! nothing before it opens something itself.
+//! engine have dropped, which must not take the GIL. A forked child, in which that thread is not,
+//! says nothing before it opens something itself.
 #![expect(unsafe_code, reason = "a pointer to a queue that is never freed; a fork may hold any lock")]
 
 use std::fmt::{self, Write as _};

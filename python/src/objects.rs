@@ -385,8 +385,8 @@ impl PyObjectStore {
         self.evicted_missed.load(Ordering::Relaxed)
     }
 
-    /// Which of these digests (`object_digest`) are of objects that are not stored, whichever process
-    /// has removed them. No I/O, and no use of them.
+    /// Which of these digests (`object_digest`) are of objects that are not stored, whichever
+    /// process has removed them. No I/O, and no use of them.
     fn gone(&self, py: Python<'_>, digests: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let store = self.get_store()?;
         let digest = |given: PyResult<Bound<'_, PyAny>>| {

@@ -63,8 +63,8 @@ impl Alarm {
         Ok(self.signal()?.0.as_raw_fd())
     }
 
-    /// Polls; `None` means that the descriptor becomes readable when to poll again. It stays readable
-    /// once there is nothing more to wait for: others may wait too.
+    /// Polls; `None` means that the descriptor becomes readable when to poll again. It stays
+    /// readable once there is nothing more to wait for: others may wait too.
     pub(crate) fn poll<T>(&self, poll: impl FnOnce(&Context<'_>) -> Poll<T>) -> PyResult<Option<T>> {
         let signal = self.signal()?;
         signal.0.clear();

@@ -10,9 +10,9 @@
 //! `place` (whether two processes name the same cache), and `dir`, which checks the cache
 //! directories and opens what lies inside them without following a symlink out.
 //!
-//! This module must not open the cache, start threads, or know any other module but `error`. Settings
-//! are read from the environment and from files through [`Loader`] alone, so that tests can set
-//! both.
+//! This module must not open the cache, start threads, or know any other module but `error`.
+//! Settings are read from the environment and from files through [`Loader`] alone, so that tests
+//! can set both.
 
 use std::path::Path;
 use std::time::Duration;

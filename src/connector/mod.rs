@@ -26,8 +26,8 @@
 //! - `fetch_rate`: how fast fetches from the remote tier come.
 //! - `busy`: time in which at least one of several transfers ran.
 //!
-//! This module knows no Python and no server's types, and does no I/O of its own; it must not block a
-//! step on a drive. The exception is [`RanksLookup`]: it opens a worker's cache when that worker
+//! This module knows no Python and no server's types, and does no I/O of its own; it must not block
+//! a step on a drive. The exception is [`RanksLookup`]: it opens a worker's cache when that worker
 //! first says who it is.
 
 mod busy;

@@ -133,7 +133,7 @@ impl ConnectorOptions {
     ///
     /// # Errors
     /// As [`ConnectorOptions::validate`].
-    pub fn new(settings: &Settings, geometry: &Geometry, (block_tokens, num_blocks): (&[u32], usize)) -> Result<Self> {
+    pub fn new(settings: &Settings, geometry: &Geometry, block_tokens: &[u32], num_blocks: usize) -> Result<Self> {
         let mut groups: Vec<u16> = geometry.layers.iter().map(|l| l.group).collect();
         groups.sort_unstable();
         groups.dedup();
@@ -147,7 +147,7 @@ impl ConnectorOptions {
         let windows = groups.iter().map(window_of).collect();
         let options = Self {
             chunk_tokens: geometry.chunk_tokens,
-            ..Self::unchecked(settings, (block_tokens, num_blocks), windows)
+            ..Self::unchecked(settings, block_tokens, num_blocks, windows)
         };
         options.validate()?;
         Ok(options)
@@ -158,13 +158,18 @@ impl ConnectorOptions {
     ///
     /// # Errors
     /// As [`ConnectorOptions::validate`].
-    pub fn of_server(settings: &Settings, blocks: (&[u32], usize), windows: Vec<Option<u32>>) -> Result<Self> {
-        let options = Self::unchecked(settings, blocks, windows);
+    pub fn of_server(
+        settings: &Settings,
+        block_tokens: &[u32],
+        num_blocks: usize,
+        windows: Vec<Option<u32>>,
+    ) -> Result<Self> {
+        let options = Self::unchecked(settings, block_tokens, num_blocks, windows);
         options.validate()?;
         Ok(options)
     }
 
-    fn unchecked(settings: &Settings, (block_tokens, num_blocks): (&[u32], usize), windows: Vec<Option<u32>>) -> Self {
+    fn unchecked(settings: &Settings, block_tokens: &[u32], num_blocks: usize, windows: Vec<Option<u32>>) -> Self {
         Self {
             role: Role::Both,
             chunk_tokens: windowed_chunk_tokens(settings.chunk_size, block_tokens, &windows),

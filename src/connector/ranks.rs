@@ -1,14 +1,14 @@
 //! The least that any rank has of a prompt. Ranks whose cache lies on this machine are *seen*:
 //! their tables are looked up here. The others are asked.
 //!
-//! Which ranks are seen follows from their [`WorkerIdentity`]; one whose cache cannot be opened here
-//! is asked until it can. A question goes out with the next
+//! Which ranks are seen follows from their [`WorkerIdentity`]; one whose cache cannot be opened
+//! here is asked until it can. A question goes out with the next
 //! step, and only for a prompt of which the seen ranks have something; its answers come back with
 //! that step's output. So a request waits for a step or two, and never for longer than the
 //! patience: then the lookup fails, and nothing counts as stored.
 //!
-//! Invariants: only live requests take memory, a few words each and for each rank that is asked, and
-//! for a while the loads that failed because a drive does not answer.
+//! Invariants: only live requests take memory, a few words each and for each rank that is asked,
+//! and for a while the loads that failed because a drive does not answer.
 //! All answers are dropped when a rank says that it has started anew. No call waits, except that
 //! [`reported`](PrefixLookup::reported) opens a worker's cache when its identity is new.
 
@@ -81,8 +81,8 @@ pub struct RanksLookup {
     missing_since: Option<Instant>,
     is_silent_said: bool,
     requests: HashMap<String, AskedRequest>,
-    /// Requests that were looked up: the first time counts as a use, and not each time that a server
-    /// asks again.
+    /// Requests that were looked up: the first time counts as a use, and not each time that a
+    /// server asks again.
     looked_up: HashSet<String>,
     /// Open questions, by number.
     open: HashMap<u64, String>,

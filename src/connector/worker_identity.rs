@@ -1,5 +1,5 @@
-//! A worker's identity: which shard of the model it has, and where its cache lies. Sent at the start,
-//! and again when a cache that could not be opened then has been opened. Plain data.
+//! A worker's identity: which shard of the model it has, and where its cache lies. Sent at the
+//! start, and again when a cache that could not be opened then has been opened. Plain data.
 //!
 //! The scheduler learns from it what no configuration tells it: the layers of each pipeline stage,
 //! and whose caches lie on its own machine.

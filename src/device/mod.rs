@@ -9,8 +9,8 @@
 //! Invariants:
 //! - The caller's memory is only touched by raw pointers, inside a gate, at slots of a plan.
 //! - A job calls `done` exactly once, outside the gate and outside locks, also when it fails.
-//! - This module does no I/O: to the io module its memory is an `IoBuf`. It knows no chunk keys, files
-//!   or indexes.
+//! - This module does no I/O: to the io module its memory is an `IoBuf`. It knows no chunk keys,
+//!   files or indexes.
 //!
 //! The files:
 //! - `host/`, `cuda/`: the two devices. `open`: a device by its name.

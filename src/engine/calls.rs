@@ -179,7 +179,7 @@ impl Engine {
             // them.
             let (told, others): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(at, _)| is_told(*at));
             let [told, others] = [told, others].map(|some| some.into_iter().map(|(_, key)| *key).collect::<Vec<_>>());
-            let deleted = remote.remove((told.as_slice(), others.as_slice()), prompt.tenant());
+            let deleted = remote.remove(told.as_slice(), others.as_slice(), prompt.tenant());
             // Again: a fetch may have read a chunk before it was deleted there.
             log.remove(&keys)?;
             deleted?;

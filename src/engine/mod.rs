@@ -12,9 +12,9 @@
 //!   error).
 //! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an
 //!   operator's command that failed.
-//! - A forked child gets [`crate::ErrorKind::Forked`] from every call that returns a [`Result`], and
-//!   nothing from others. When it drops the engine, nothing of the parent's is touched. It must not
-//!   wait for the parent's loads, stores and prefetches: for it they never end.
+//! - A forked child gets [`crate::ErrorKind::Forked`] from every call that returns a [`Result`],
+//!   and nothing from others. When it drops the engine, nothing of the parent's is touched. It must
+//!   not wait for the parent's loads, stores and prefetches: for it they never end.
 //!
 //! The files:
 //! - `open`: from settings to staging and an open log.
@@ -262,12 +262,12 @@ impl Engine {
         Prompt::from_keys(names, self.inner.geometry.chunk_tokens)
     }
 
-    /// Takes no more calls, waits for loads and stores under way, flushes and gives the cache up: all
-    /// of it until `deadline`, and up to two I/O time-outs more where a drive hangs.
+    /// Takes no more calls, waits for loads and stores under way, flushes and gives the cache up:
+    /// all of it until `deadline`, and up to two I/O time-outs more where a drive hangs.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost),
-    /// [`crate::ErrorKind::Forked`].
+    /// [`crate::ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is
+    /// lost), [`crate::ErrorKind::Forked`].
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = self.check()?;
         inner.opening.stop_trying();

@@ -108,6 +108,6 @@ impl Prompt {
     /// prompt has no such tokens.
     #[must_use]
     pub fn partial_key(&self, i: usize, len: usize) -> Option<ChunkKey> {
-        self.0.chain.partial_key_at(i, &self.0.tokens, (len, &self.0.extra))
+        self.0.chain.partial_key_at(i, &self.0.tokens, len, &self.0.extra)
     }
 }

@@ -42,7 +42,7 @@ impl Engine {
         let has_partial = rest > 0 && inner.options.settings.save_unfull_chunk;
         let partial = has_partial.then(|| prompt.partial_key(full, rest)).flatten().filter(|key| !log.contains(key));
         let wanted = chunks.chain(partial.map(|key| wanted(full, key, rest as u32))).collect();
-        Ok(remote.fetch((log, inner.pipeline.memory().cloned()), wanted, deadline))
+        Ok(remote.fetch(log, inner.pipeline.memory().cloned(), wanted, deadline))
     }
 
     /// Up to `most` chunks that the remote tier has got (`true`) or does not have any more, in the

@@ -107,9 +107,9 @@ fn words_for(segments: u64, records: u64, ring: u64) -> u64 {
     HEADER_WORDS as u64 + segments * SEGMENT_WORDS as u64 + records * RECORD_WORDS as u64 + ring
 }
 
-/// Where the nonces of an attachment's leases begin. Two attachments of a process, or processes with
-/// the same number in two containers, must not give a record the same owner word: whoever comes
-/// late to end its lease would end the other's.
+/// Where the nonces of an attachment's leases begin. Two attachments of a process, or processes
+/// with the same number in two containers, must not give a record the same owner word: whoever
+/// comes late to end its lease would end the other's.
 fn first_nonce(holder: &Holder) -> u32 {
     static ATTACHMENTS: AtomicU32 = AtomicU32::new(0);
     let attachment = u64::from(ATTACHMENTS.fetch_add(1, Ordering::Relaxed));

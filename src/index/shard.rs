@@ -124,8 +124,8 @@ impl SharedShard {
     #[must_use]
     pub fn tenant_floor(&self, tenant: u64) -> u64 {
         let used = self.tenants_used();
-        // The floor is read before and after: the place may go to another tenant meanwhile, but then
-        // with another floor, as each is a sequence of its own; or it is raised.
+        // The floor is read before and after: the place may go to another tenant meanwhile, but
+        // then with another floor, as each is a sequence of its own; or it is raised.
         let floor = |at: usize| loop {
             let before = self.tenant_word(at);
             let is_its = before > 0 && self.map.load_acquire(W_TENANTS + 2 * at) == tenant;

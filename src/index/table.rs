@@ -189,8 +189,8 @@ impl Table {
         self.map.load(W_MOVED) != 0
     }
 
-    /// Tells readers of this table to attach anew, which they try until the new file has its name. A
-    /// writer that adopts a lane calls it on the table it finds. Nothing happens on a read-only
+    /// Tells readers of this table to attach anew, which they try until the new file has its name.
+    /// A writer that adopts a lane calls it on the table it finds. Nothing happens on a read-only
     /// mapping.
     pub fn mark_moved(&self) {
         if let Some(word) = self.map.word(W_MOVED) {
@@ -507,8 +507,8 @@ impl Table {
 #[cfg(test)]
 #[cfg(not(forebay_loom))]
 impl Table {
-    /// Leaves the bucket of a key as a writer does that is stopped within it; with `false` the writer
-    /// goes on.
+    /// Leaves the bucket of a key as a writer does that is stopped within it; with `false` the
+    /// writer goes on.
     pub(crate) fn stop_at(&self, slot: u32, on: bool) {
         let bucket = self.bucket_mut(slot as usize / SLOTS_PER_BUCKET).unwrap();
         if on { bucket.die_locked() } else { bucket.live_on() }

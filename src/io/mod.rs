@@ -6,8 +6,8 @@
 //!
 //! Invariants: exact length or an error; every accepted request is answered once, at its time-out
 //! at the latest; a buffer in flight belongs to its queue; bounded queues reject instead of
-//! waiting; a forked child gets an error and touches nothing. This module knows no keys, segments or
-//! layers, and no memory but through [`IoBuf`].
+//! waiting; a forked child gets an error and touches nothing. This module knows no keys, segments
+//! or layers, and no memory but through [`IoBuf`].
 //!
 //! The files of all backends:
 //! - `request`, `buffer`: a request, its completion, and its memory.

@@ -1,8 +1,8 @@
 //! What the queues need of an accelerator: copies between its memory and the host's, where cuFile
 //! does not move the bytes directly.
 //!
-//! This module knows no accelerator. The device module implements [`Mover`]; the modules that open a
-//! drive pass it in [`DeviceSide`].
+//! This module knows no accelerator. The device module implements [`Mover`]; the modules that open
+//! a drive pass it in [`DeviceSide`].
 #![expect(unsafe_code, reason = "copies name memory by its address only")]
 
 use std::any::Any;
@@ -97,7 +97,8 @@ pub trait Mover: Send + Sync + 'static {
 /// [`Copying`].
 pub fn copy_buf(
     mover: &dyn Mover,
-    (from, to): (Buf, Buf),
+    from: Buf,
+    to: Buf,
     len: usize,
     done: impl FnOnce(Result<()>, (Buf, Buf)) + Send + 'static,
 ) {

@@ -31,8 +31,8 @@ const SMALL_BYTES: usize = 256 << 10;
 pub struct ReadGauge {
     reads: AtomicUsize,
     writes: AtomicUsize,
-    /// Femtoseconds per byte (so fine that shifts lose nothing of a fast drive's) beside at most one
-    /// write, on average; 0 = no sample yet.
+    /// Femtoseconds per byte (so fine that shifts lose nothing of a fast drive's) beside at most
+    /// one write, on average; 0 = no sample yet.
     light: AtomicU64,
     /// The recent minimum of `light`: a drive stays busy for a while after heavy writing.
     baseline: AtomicU64,

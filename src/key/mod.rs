@@ -171,7 +171,7 @@ impl Chain {
     /// (all tokens of the prompt) has fewer, `len` is 0 or a whole chunk, or `chunk` is beyond the
     /// full chunks' end.
     #[must_use]
-    pub fn partial_key_at(&self, chunk: usize, tokens: &[u32], (len, extra): (usize, &Extra)) -> Option<ChunkKey> {
+    pub fn partial_key_at(&self, chunk: usize, tokens: &[u32], len: usize, extra: &Extra) -> Option<ChunkKey> {
         let start = chunk.checked_mul(self.chunk_tokens as usize)?;
         if len == 0 || len >= self.chunk_tokens as usize || chunk > self.keys.len() {
             return None;
@@ -271,11 +271,11 @@ mod tests {
         let tokens: Vec<u32> = (0..11).collect();
         let e = Extra::default();
         let c = Chain::new(&tokens, 4, &e);
-        let p: Vec<_> = (1..=3).map(|n| c.partial_key_at(c.keys().len(), &tokens, (n, &e)).unwrap()).collect();
+        let p: Vec<_> = (1..=3).map(|n| c.partial_key_at(c.keys().len(), &tokens, n, &e).unwrap()).collect();
         assert!(p[0] != p[1] && p[1] != p[2]);
-        assert_eq!(c.partial_key_at(2, &tokens, (0, &e)), None);
-        assert_eq!(c.partial_key_at(2, &tokens, (4, &e)), None);
-        assert_eq!(c.partial_key_at(2, &tokens[..9], (2, &e)), None, "not that many tokens");
+        assert_eq!(c.partial_key_at(2, &tokens, 0, &e), None);
+        assert_eq!(c.partial_key_at(2, &tokens, 4, &e), None);
+        assert_eq!(c.partial_key_at(2, &tokens[..9], 2, &e), None, "not that many tokens");
     }
 
     #[test]

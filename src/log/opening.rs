@@ -124,8 +124,8 @@ impl Opening {
     }
 }
 
-/// A wrong call or setting is an error; a broken cache is not. What is wrong with a place on a drive
-/// may be put right there, and what the operating system lacks may be there later.
+/// A wrong call or setting is an error; a broken cache is not. What is wrong with a place on a
+/// drive may be put right there, and what the operating system lacks may be there later.
 fn is_callers_fault(error: &Error) -> bool {
     match error.kind() {
         ErrorKind::InvalidInput => true,

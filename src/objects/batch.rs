@@ -47,8 +47,8 @@ causes! {
         Closed = "closed",
         /// The store was opened read-only.
         ReadOnly = "read_only",
-        /// The batch could not be understood; [`ObjectCompletion::error`] says why. Only from bindings
-        /// to other languages.
+        /// The batch could not be understood; [`ObjectCompletion::error`] says why. Only from
+        /// bindings to other languages.
         Invalid = "invalid",
         /// Anything else; see the log.
         Internal = "internal",

@@ -115,10 +115,10 @@ impl ObjectStore {
     /// (serialisation, layout, model) belongs in it.
     ///
     /// # Errors
-    /// Settings that are wrong, staging that cannot be allocated, [`ErrorKind::Forked`] in a process
-    /// that was forked while a cache was open, and, with `on_open_failure: fail`, what keeps the
-    /// cache from being opened. Otherwise such a store is disabled (see [`is_up`](Self::is_up)),
-    /// and opening is tried again.
+    /// Settings that are wrong, staging that cannot be allocated, [`ErrorKind::Forked`] in a
+    /// process that was forked while a cache was open, and, with `on_open_failure: fail`, what
+    /// keeps the cache from being opened. Otherwise such a store is disabled (see
+    /// [`is_up`](Self::is_up)), and opening is tried again.
     pub fn open(settings: &Settings, namespace: &str) -> Result<Self> {
         Self::open_with(ObjectOptions::new(settings, namespace))
     }

@@ -3,9 +3,9 @@
 //! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready*
 //! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
 //! staging buffer of their direction is free, or a permit where they need no buffer, those that go
-//! on with a slot before those that open one; puts and gets are planned when no other job can run. While
-//! a put waits for room on a drive no further slots are opened there: they would take staging that
-//! the puts under way need to end, and a segment is sealed only when these have ended.
+//! on with a slot before those that open one; puts and gets are planned when no other job can run.
+//! While a put waits for room on a drive no further slots are opened there: they would take staging
+//! that the puts under way need to end, and a segment is sealed only when these have ended.
 //!
 //! Each drive has queues of its own, and takes turns with the others. A drive that hangs keeps what
 //! its transfers hold. So reads, and slots that are opened, get no more of it than they leave free,
@@ -347,7 +347,8 @@ impl Workers {
         None
     }
 
-    /// Of a drive and direction of which no job has been started for long: a job, or the end of all.
+    /// Of a drive and direction of which no job has been started for long: a job, or the end of
+    /// all.
     fn unstall(self: &Arc<Self>, state: &mut WorkState, now: Instant) -> Option<NextJob> {
         let is_stalled = |queue: &DriveQueue| queue.stalls_at(now, self.patience).is_some_and(|at| at <= now);
         let stalled = |queues: &Vec<DriveQueue>| queues.iter().position(is_stalled);

@@ -216,8 +216,8 @@ impl RemoteBucket {
         Ok(())
     }
 
-    /// Deletes what puts into a directory have left that were cut off: files that no list names, and
-    /// that are never served.
+    /// Deletes what puts into a directory have left that were cut off: files that no list names,
+    /// and that are never served.
     async fn delete_cut_off(&self, prefix: &Path, wanted: fn(&Path) -> bool) {
         let Some(root) = &self.root else { return };
         let below = prefix.prefix_match(&self.prefix).into_iter().flatten();

@@ -198,7 +198,8 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
     if let Err(cause) = find(shared, to, &first).await {
         return Some(cause);
     }
-    // Several puts begin before their parents are there: placement does not find these on any drive.
+    // Several puts begin before their parents are there: placement does not find these on any
+    // drive.
     let (root, preferred_drive) = (Some(first.key), to.log.preferred_drive(&first.parent));
     let spec = |wanted: &Wanted| PutSpec { root, preferred_drive, ..put_spec(to, wanted) };
     let mut chunks = futures_util::stream::iter(wanted)
@@ -324,8 +325,8 @@ pub(super) async fn bring(
     }
 }
 
-/// Whether the drive of a put has as much memory with it as fetches may use: nothing more is fetched
-/// to it then.
+/// Whether the drive of a put has as much memory with it as fetches may use: nothing more is
+/// fetched to it then.
 fn hangs(shared: &Shared, put: &Put) -> bool {
     let hanging = put.queue().stats().counts().quarantined as u64;
     hanging * WRITTEN_AT_ONCE as u64 >= shared.fetch_staging.bytes()

@@ -17,8 +17,8 @@
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!
-//! Everything runs on a few threads of its own. This module knows no devices, no paged memory and no
-//! tokens.
+//! Everything runs on a few threads of its own. This module knows no devices, no paged memory and
+//! no tokens.
 //!
 //! Files: `bucket.rs` (requests to the store), `breaker.rs` (when a failing store is left alone),
 //! `known.rs` (answers kept for a while), `object.rs` (what is in an object), `upload.rs`,
@@ -251,7 +251,8 @@ impl Remote {
     #[must_use]
     pub fn fetch(
         &self,
-        (log, memory): (Arc<Log>, Option<Arc<MemoryTier>>),
+        log: Arc<Log>,
+        memory: Option<Arc<MemoryTier>>,
         wanted: Vec<Wanted>,
         deadline: Instant,
     ) -> Fetch {
@@ -265,7 +266,7 @@ impl Remote {
     /// Starts to bring all of `objects` that no drive has to a drive, the beginnings of prompts
     /// first, up to `most` bytes. A chunk that does not come is passed over, and counted.
     #[must_use]
-    pub fn restore(&self, log: Arc<Log>, (objects, most): (Vec<RemoteObject>, u64), deadline: Instant) -> Fetch {
+    pub fn restore(&self, log: Arc<Log>, objects: Vec<RemoteObject>, most: u64, deadline: Instant) -> Fetch {
         if self.thread.lock().is_none() {
             return Fetch::nothing();
         }
@@ -279,7 +280,7 @@ impl Remote {
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there, or come.
-    pub fn remove(&self, (keys, others): (&[ChunkKey], &[ChunkKey]), tenant: u64) -> Result<()> {
+    pub fn remove(&self, keys: &[ChunkKey], others: &[ChunkKey], tenant: u64) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let (keys, others) = (keys.to_vec(), others.to_vec());
         let all: HashSet<ChunkKey> = keys.iter().chain(&others).copied().collect();

@@ -23,7 +23,8 @@ causes! {
         CircuitOpen = "circuit_open",
         /// The drive has no room, or its limits do not admit it.
         NoSpace = "no_space",
-        /// The tenant's chunks take all that one tenant may, and none of them is to be evicted for it.
+        /// The tenant's chunks take all that one tenant may, and none of them is to be evicted for
+        /// it.
         Quota = "quota",
         /// The drive failed.
         Drive = "drive",

@@ -231,7 +231,8 @@ pub(super) fn refusal(e: &StoreError) -> Option<&'static str> {
     let text = e.to_string();
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
     // For a list, for each object of a deletion and for status 400 the crate has status and code in
-    // its text alone. An answer to HEAD has no code: S3 sends 400 there for a token that has expired.
+    // its text alone. An answer to HEAD has no code: S3 sends 400 there for a token that has
+    // expired.
     if has(&["RequestTimeTooSkewed"]) {
         return Some("set the clock of this machine");
     }

@@ -43,8 +43,8 @@ const TRIES: u32 = 3;
 const DELETIONS: u32 = 20;
 /// The pause after which a store that fails is asked again.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
-/// How often it is looked whether a drive answers again, and how long an upload waits for one before
-/// it takes its chunk for removed.
+/// How often it is looked whether a drive answers again, and how long an upload waits for one
+/// before it takes its chunk for removed.
 const DRIVE_AGAIN: Duration = Duration::from_secs(1);
 const DRIVE_PATIENCE: Duration = Duration::from_secs(60);
 

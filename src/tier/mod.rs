@@ -68,8 +68,8 @@ pub struct PutId {
 }
 
 impl PutId {
-    /// Whether a frame of `before` is of no use once there is this put. Where a key lies in two lanes
-    /// of a drive, processes find one or the other: the later one counts.
+    /// Whether a frame of `before` is of no use once there is this put. Where a key lies in two
+    /// lanes of a drive, processes find one or the other: the later one counts.
     fn replaces(self, before: Self) -> bool {
         self.drive != before.drive || self.sequence > before.sequence
     }
@@ -208,8 +208,8 @@ impl MemoryTier {
         self.share.counts().turn()
     }
 
-    /// A chunk that a lookup has just found on a drive, if it is in memory; counts as a use. Another
-    /// process is not asked after `until`.
+    /// A chunk that a lookup has just found on a drive, if it is in memory; counts as a use.
+    /// Another process is not asked after `until`.
     #[must_use]
     pub fn get(self: &Arc<Self>, id: FrameId, rank: Rank, until: Instant) -> Option<Hit> {
         let found = if self.is_late(until) { None } else { self.find(id, rank, true) };

@@ -1,6 +1,6 @@
-//! Where this module waits, and where other threads may come between two of its steps. In tests these
-//! calls go to a scheduler (`tests/turns.rs`), which runs one thread of several simulated processes
-//! at a time; in a program they only wait, or do nothing.
+//! Where this module waits, and where other threads may come between two of its steps. In tests
+//! these calls go to a scheduler (`tests/turns.rs`), which runs one thread of several simulated
+//! processes at a time; in a program they only wait, or do nothing.
 
 use std::io;
 use std::sync::Arc;

@@ -99,7 +99,7 @@ fn prefixes(tokens: &[u32]) -> Vec<u64> {
 
 impl Server {
     pub(crate) fn new(world: &World, engine: &Arc<Engine>, seed: u64, change: impl Fn(&mut ConnectorOptions)) -> Self {
-        let mut options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], BLOCKS)).unwrap();
+        let mut options = ConnectorOptions::new(&world.settings, engine.geometry(), &[BLOCK as u32], BLOCKS).unwrap();
         change(&mut options);
         let lookup = RanksLookup::over(vec![Arc::clone(engine)]);
         let kv = world.kv().filled(seed as u32);

@@ -70,11 +70,11 @@ pub struct Config {
 /// Half of the seeds from here on fail more often, and remove more. Those below stay as they were:
 /// some are known to have found something.
 const HARSH_FROM: u64 = 90_000_000;
-/// From here on they fail up to three times as often as that, and some have few keys: what a failure
-/// has left behind meets the next removal, segment or put of the same key.
+/// From here on they fail up to three times as often as that, and some have few keys: what a
+/// failure has left behind meets the next removal, segment or put of the same key.
 const HARSHER_FROM: u64 = 91_000_000;
-/// From here on up to a third of the flushes of some fail, there are three times as many images after
-/// one that loses writes, and half of the torn writes are cut in two.
+/// From here on up to a third of the flushes of some fail, there are three times as many images
+/// after one that loses writes, and half of the torn writes are cut in two.
 const FLUSHES_FAIL_FROM: u64 = 99_800_000;
 
 impl Config {

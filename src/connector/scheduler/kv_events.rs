@@ -97,7 +97,8 @@ impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
         self.inserted += 1;
         self.map.insert(key, (self.inserted, value));
         self.order.push_back((self.inserted, key));
-        // Removed keys stay in the order until their turn comes; one that is back has another place.
+        // Removed keys stay in the order until their turn comes; one that is back has another
+        // place.
         while self.map.len() > self.most || self.order.len() > 2 * self.most {
             let Some((number, oldest)) = self.order.pop_front() else { break };
             if self.map.get(&oldest).is_some_and(|(current, _)| *current == number) {

@@ -47,7 +47,8 @@ impl Scheduler {
     /// Puts prefetches into a step, for requests that do not begin in it.
     pub(super) fn send_prefetches(&mut self, meta: &mut StepMeta) {
         meta.unwanted = std::mem::take(&mut self.prefetches.unwanted);
-        // Names of requests that have ended meanwhile would pile up while no prefetch can be ordered.
+        // Names of requests that have ended meanwhile would pile up while no prefetch can be
+        // ordered.
         if self.prefetches.waiting.len() > 2 * self.requests.len() + AHEAD {
             self.prefetches.waiting.retain(|req_id| self.requests.contains_key(req_id));
         }

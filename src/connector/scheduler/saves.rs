@@ -82,8 +82,8 @@ impl Scheduler {
         (step, generated): (u64, Option<u32>),
     ) -> Option<SaveOrder> {
         let before = self.requests.get(req_id)?;
-        // Of a request that loads nothing nothing is asked for: a question may begin to fetch it from
-        // the remote tier. Workers pass over what is stored.
+        // Of a request that loads nothing nothing is asked for: a question may begin to fetch it
+        // from the remote tier. Workers pass over what is stored.
         let asks = self.options.loads() && !before.skip_load;
         let found = before.saved.or_else(|| if asks { self.stored(req_id) } else { None }).unwrap_or(0);
         let tracker = self.requests.get_mut(req_id)?;

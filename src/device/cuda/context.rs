@@ -108,8 +108,8 @@ impl Context {
         }
     }
 
-    /// Gives something back to the driver by `call`, the driver's function `name`. Does nothing in a
-    /// forked child.
+    /// Gives something back to the driver by `call`, the driver's function `name`. Does nothing in
+    /// a forked child.
     pub(super) fn give_back(&self, name: &'static str, call: impl FnOnce() -> CUresult) {
         if !self.is_ours() {
             return;

@@ -4,10 +4,10 @@
 //! length known at compile time, so that the copies become vector moves. Paged KV is far larger
 //! than the caches, so bytes for it are written past them ([`Stores::Past`]): the lines need not be
 //! read first, and a scatter with its CRC takes 0.115 instead of 0.171 s of a core for each GB.
-//! On Intel's processors the C library's copy of long rows does the same, and keeps more lines under
-//! way, so very long rows are left to it there. On AMD's it reads the lines first: there a load of
-//! such rows takes 0.27 instead of 0.36 s for each GB when they are written past the caches too.
-//! Staging is written through the caches, since its CRC is taken next.
+//! On Intel's processors the C library's copy of long rows does the same, and keeps more lines
+//! under way, so very long rows are left to it there. On AMD's it reads the lines first: there a
+//! load of such rows takes 0.27 instead of 0.36 s for each GB when they are written past the caches
+//! too. Staging is written through the caches, since its CRC is taken next.
 #![expect(unsafe_code, reason = "copies through raw pointers to memory that the caller owns")]
 
 use std::ptr::copy_nonoverlapping;

@@ -74,8 +74,8 @@ impl HostDevice {
     /// Starts so many worker threads; 0 stands for the smaller of 4 and the number of cores.
     ///
     /// # Errors
-    /// [`ErrorKind::Forked`] in a process that was forked while a cache was open; what the operating
-    /// system says of a new thread.
+    /// [`ErrorKind::Forked`] in a process that was forked while a cache was open; what the
+    /// operating system says of a new thread.
     pub fn new(workers: usize) -> Result<Arc<Self>> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let workers = if workers == 0 { cores.min(4) } else { workers };

@@ -150,6 +150,7 @@ impl Prefix {
     }
 
     /// Changes the room, and gives up what no longer fits.
+    #[cfg(test)]
     pub fn set_room(&mut self, room_bytes: u64) {
         self.room_bytes = room_bytes;
         self.make_room();

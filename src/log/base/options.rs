@@ -50,7 +50,8 @@ pub struct LogOptions {
     pub mode: Mode,
     /// Most bytes on each drive, over all lanes and namespaces below its cache directory.
     pub capacity_bytes: u64,
-    /// That is a share of the file system: where it holds nothing, the drive may not be mounted yet.
+    /// That is a share of the file system: where it holds nothing, the drive may not be mounted
+    /// yet.
     pub capacity_is_share: bool,
     /// Least bytes to leave free on each drive's file system.
     pub min_free_bytes: u64,

@@ -343,8 +343,8 @@ impl Volume {
         Err(e.at(&self.shard_dir).advice("stop the processes that use the cache, and run forebay fsck"))
     }
 
-    /// Makes durable that lanes are gone: a removal does not look into them, and a power cut must not
-    /// bring them back. Who deleted one may have died before its own flush.
+    /// Makes durable that lanes are gone: a removal does not look into them, and a power cut must
+    /// not bring them back. Who deleted one may have died before its own flush.
     ///
     /// # Errors
     /// `Io` where the directory cannot be flushed.

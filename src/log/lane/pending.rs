@@ -57,9 +57,9 @@ impl Pending {
         self.since.get_or_insert_with(Instant::now);
     }
 
-    /// When the records that wait are to be written, if there are any: at once, so that a kill loses
-    /// few. But with less than half of the ring left they wait for a full page: small values that
-    /// come one by one would fill the ring long before their segment.
+    /// When the records that wait are to be written, if there are any: at once, so that a kill
+    /// loses few. But with less than half of the ring left they wait for a full page: small values
+    /// that come one by one would fill the ring long before their segment.
     pub(in crate::log) fn due(&self) -> Option<Instant> {
         let wait = if self.ring.is_half_full() { FULL_PAGE_WAIT } else { Duration::ZERO };
         self.since.map(|since| since + wait)

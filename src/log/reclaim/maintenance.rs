@@ -51,8 +51,8 @@ pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     }
 }
 
-/// Waits until the maintenance threads have evicted and reclaimed nothing in a whole round, and wait
-/// for no segment to be sealed.
+/// Waits until the maintenance threads have evicted and reclaimed nothing in a whole round, and
+/// wait for no segment to be sealed.
 pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
     let counters = &log.ctx.counters;
     let changes = || (counters.evicted.get(), counters.reclaimed.get(), counters.sealed.get());

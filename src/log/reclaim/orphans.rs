@@ -74,7 +74,8 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
     for lane in lanes.held().filter(|l| l.role == LaneRole::Adopted && is_empty(l)) {
         // Removals after this do not look into the lane, and a power cut may bring its files back:
         // so its slots must be unreadable durably first.
-        // Its lock is kept until it is forgotten: another process could take it, and lose its files.
+        // Its lock is kept until it is forgotten: another process could take it, and lose its
+        // files.
         let _lock = match lane.flush_erasures().and_then(|()| volume.try_lock_shard(Duration::ZERO)) {
             Ok(Some(lock)) => lock,
             Ok(None) => continue,

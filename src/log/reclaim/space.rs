@@ -123,8 +123,8 @@ pub(super) fn give_back_spare(volume: &Volume) -> bool {
     is_given_back
 }
 
-/// Whether the lane's shared file has room for one more segment. One beyond could not be leased, and
-/// nothing in it be served.
+/// Whether the lane's shared file has room for one more segment. One beyond could not be leased,
+/// and nothing in it be served.
 fn has_a_number(lane: &Lane) -> bool {
     let (Ok(state), Some(shared)) = (lane.state(), lane.shared()) else { return true };
     state.segments.next_unused() < shared.segments()

@@ -158,8 +158,8 @@ impl<'a> Recovery<'a> {
                 FoundState::Unsealed => SegmentPhase::Full,
             };
             if let Some(shared) = &self.shared {
-                // Removals of other processes wait for what is condemned: it may hold a slot that the
-                // table which they still see does not name.
+                // Removals of other processes wait for what is condemned: it may hold a slot that
+                // the table which they still see does not name.
                 let state = match phase {
                     _ if is_condemned(shared, number) => SegmentState::Condemned,
                     SegmentPhase::Absent => SegmentState::Free,

@@ -382,8 +382,8 @@ fn finish_recovery(lane: &Lane, Unnamed { twins, cut }: &Unnamed) -> Result<()> 
         (absent, state.segments.unsettled())
     };
     let data_bytes = lane.data.len()?;
-    // A hole behind the file's end costs nothing, and shows whether the file system takes any: chunks
-    // that are given up for a hole it refuses would be lost for nothing.
+    // A hole behind the file's end costs nothing, and shows whether the file system takes any:
+    // chunks that are given up for a hole it refuses would be lost for nothing.
     lane.punch(data_bytes.next_multiple_of(PAGE_BYTES as u64), PAGE_BYTES as u64);
     // That a free segment reads as zeros already, or lies behind the file's end, proves nothing:
     // whoever wrote to the lane before may have died, or seen an error, before the flush.

@@ -241,8 +241,8 @@ impl<'a> Reader<'a> {
             let gone: HashSet<u32> = records.iter().filter(|r| r.kind == RecordKind::Gone).map(|r| r.page).collect();
             records.retain(|r| r.kind == RecordKind::Put && !gone.contains(&r.page));
             records.sort_by_key(|r| (r.sequence, r.key.0));
-            // What a failed write or flush may have lost is written again, and both may have reached
-            // the drive; a seal that failed has noted uses in between.
+            // What a failed write or flush may have lost is written again, and both may have
+            // reached the drive; a seal that failed has noted uses in between.
             records.dedup_by(|again, first| {
                 let is_same = (again.sequence, again.key, again.page) == (first.sequence, first.key, first.page);
                 first.hotness = first.hotness.max(if is_same { again.hotness } else { 0 });

@@ -76,18 +76,18 @@ fn an_unfinished_put_is_invisible_and_its_key_can_be_stored_again() {
 }
 
 #[test]
-fn an_overwrite_stays_overwritten() {
+fn what_replaced_a_value_stays() {
     let dir = temp();
     let mut log = open(dir.path());
     for v in 0..30 {
-        overwrite(&log, 7, v);
+        replace(&log, 7, v);
         assert!(store(&log, 1000 + v));
         assert_eq!(version(&log, 7, 100), Some(v));
     }
     log.flush().unwrap();
     log = crash(log);
     assert_eq!(version(&log, 7, 100), Some(29));
-    overwrite(&log, 7, 50);
+    replace(&log, 7, 50);
     log = reopen(log);
     assert_eq!(version(&log, 7, 100), Some(50));
 }

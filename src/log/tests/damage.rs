@@ -32,15 +32,15 @@ fn want(n: u64) -> Option<u64> {
     }
 }
 
-/// A closed cache with overwrites, removals, partial chunks, sealed and unsealed segments.
+/// A closed cache with replaced values, removals, partial chunks, sealed and unsealed segments.
 fn make(dir: &Path) {
     let log =
         Log::open(LogOptions { capacity_bytes: 8 << 20, segment_bytes: Some(128 << 10), ..options(dir) }).unwrap();
     (0..KEYS).for_each(|n| assert!(store(&log, n)));
-    (0..10).for_each(|n| overwrite(&log, n, 1));
+    (0..10).for_each(|n| replace(&log, n, 1));
     let removed: Vec<_> = (10..15).map(key).collect();
     log.remove(&removed).unwrap();
-    (0..10).for_each(|n| overwrite(&log, n, 2));
+    (0..10).for_each(|n| replace(&log, n, 2));
     assert!(store_spec(&log, PutSpec::chunk(key(70), key(69), 5, 1), 70, 0).unwrap());
     log.flush().unwrap();
     log.close(soon()).unwrap();
@@ -547,7 +547,7 @@ fn damaged_shared_memory_is_made_anew() {
     fs::write(&shard, b"").unwrap();
     let log = open(dir.path());
     assert!(has(&log, 1));
-    overwrite(&log, 1, 1);
+    replace(&log, 1, 1);
     assert_eq!(version(&log, 1, 2), Some(1), "sequences go on above what recovery found");
 }
 

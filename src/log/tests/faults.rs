@@ -159,8 +159,8 @@ fn a_drive_that_fails_again_and_again_is_left_alone() {
 #[test]
 fn a_failing_journal_is_retried_and_loses_nothing() {
     let dir = temp();
-    // Without threads pages come with flushes only: after some failures in a row the lane would take
-    // no more puts.
+    // Without threads pages come with flushes only: after some failures in a row the lane would
+    // take no more puts.
     let (log, switch) = faulty_in_turns(dir.path());
     for fault in [INDEX_EIO, FLUSH_EIO] {
         let base = u64::from(fault) * 100;

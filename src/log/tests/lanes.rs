@@ -45,17 +45,17 @@ fn two_writers_and_a_reader_hit_each_others_chunks() {
 }
 
 #[test]
-fn an_overwrite_or_removal_in_one_lane_counts_in_all() {
+fn a_removal_or_replacement_in_one_lane_counts_in_all() {
     let dir = temp();
     let a = open(dir.path());
     let b = open(dir.path());
     for n in 0..6 {
         assert!(store(&a, n));
     }
-    overwrite(&b, 0, 1);
+    replace(&b, 0, 1);
     assert_eq!(b.remove(&[key(1)]).unwrap(), [true]);
-    overwrite(&b, 2, 1);
-    overwrite(&a, 2, 2);
+    replace(&b, 2, 1);
+    replace(&a, 2, 2);
     let want = [Some(1), None, Some(2), Some(0), Some(0), Some(0)];
     let check = |log: &Log| (0..6).for_each(|n| assert_eq!(version(log, n, 3), want[n as usize], "key {n}"));
     check(&a);

@@ -129,25 +129,25 @@ fn store_until_met(log: &Log, meddler: &Meddler, wanted: usize) {
 }
 
 #[test]
-fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
+fn what_is_removed_or_replaced_while_it_is_moved_stays_so() {
     let dir = temp();
     let (log, meddler) = meddled(dir.path());
     let remove: fn() -> Deed = || Box::new(|log, key| assert_eq!(log.remove(&[*key]).unwrap(), [true]));
-    let overwrite: fn() -> Deed = || {
+    let replace: fn() -> Deed = || {
         Box::new(|log, key| {
             log.remove(&[*key]).unwrap();
             let spec = PutSpec::chunk(*key, *key, CHUNK_TOKENS, 0);
             assert!(store_spec(log, spec, 7, 7).unwrap());
         })
     };
-    *meddler.deeds.lock() = vec![overwrite(), remove(), overwrite(), remove()];
+    *meddler.deeds.lock() = vec![replace(), remove(), replace(), remove()];
     store_until_met(&log, &meddler, 4);
     let met = meddler.met.lock().clone();
     let check = |log: &Log, when: &str| {
         for (i, key) in met.iter().enumerate() {
             let is_removed = i % 2 == 0;
             let found = load_key(log, key).ok();
-            assert!(is_removed || found.is_some(), "chunk {i}, overwritten, is lost {when}");
+            assert!(is_removed || found.is_some(), "chunk {i}, replaced, is lost {when}");
             let layers = found.unwrap_or_default();
             let is_new = layers.iter().enumerate().all(|(i, bytes)| *bytes == payload(7, 7, i, bytes.len()));
             assert!(is_new && layers.is_empty() == is_removed, "chunk {i} came back {when}");

@@ -88,8 +88,8 @@ fn child() {
         }
         "rewrite" => {
             for v in 0.. {
-                overwrite(&log, base, v);
-                overwrite(&log, base + 1, v);
+                replace(&log, base, v);
+                replace(&log, base + 1, v);
                 log.remove(&[key(base + 1)]).unwrap();
                 log.flush().unwrap();
                 println!("version {v}");

@@ -85,12 +85,12 @@ fn a_tenant_goes_and_the_others_stay() {
         let dir = temp();
         let log = Log::open(quick(dir.path())).unwrap();
         (0..30).for_each(|n| store_for(&log, n, n % 3 * ACME));
-        overwrite(&log, 1, 1);
+        replace(&log, 1, 1);
         let second = Log::open(quick(dir.path())).unwrap();
         // Two lanes, with the tenant's chunks in one of them.
         assert!(store(&second, 100));
         let purged = run(dir.path(), What::Tenant(ACME));
-        assert_eq!(purged.chunks, 9, "key 1 was overwritten without a tenant");
+        assert_eq!(purged.chunks, 9, "key 1 was replaced without a tenant");
         let gone = |n: u64| n % 3 == 1 && n != 1;
         let good = |log: &Log| (0..30).all(|n| version(log, n, 2).is_none() == gone(n));
         assert!(good(&log) && good(&second));

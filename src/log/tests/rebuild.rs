@@ -1,5 +1,5 @@
 //! Rebuilding an index: whatever happened to index.kv, nothing intact is lost, and nothing removed
-//! or overwritten comes back.
+//! or replaced comes back.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -33,21 +33,21 @@ fn want(n: u64) -> Option<u64> {
     }
 }
 
-/// A cache whose process was killed: cleared, stored, overwritten, removed, stored again, with a
+/// A cache whose process was killed: cleared, stored, replaced, removed, stored again, with a
 /// partial chunk.
 fn make(dir: &Path) {
     let log = Log::open(small(dir)).unwrap();
     (0..20).for_each(|n| assert!(store(&log, n)));
     log.clear().unwrap();
-    (10..20).for_each(|n| overwrite(&log, n, 1));
+    (10..20).for_each(|n| replace(&log, n, 1));
     (20..KEYS).for_each(|n| assert!(store(&log, n)));
     let keys = |range: std::ops::Range<u64>| range.map(key).collect::<Vec<_>>();
     log.remove(&keys(20..25)).unwrap();
     for v in 1..=2 {
-        (25..30).for_each(|n| overwrite(&log, n, v));
+        (25..30).for_each(|n| replace(&log, n, v));
     }
     log.remove(&keys(30..35)).unwrap();
-    (30..35).for_each(|n| overwrite(&log, n, 3));
+    (30..35).for_each(|n| replace(&log, n, 3));
     assert!(store_spec(&log, PutSpec::chunk(key(200), key(79), 5, 1), 200, 0).unwrap());
     log.flush().unwrap();
     log.abandon();
@@ -168,7 +168,7 @@ fn damaged_slots_are_left_out_and_bring_nothing_older_back() {
         let (_, r) = *live(&raw, 0).iter().find(|(_, r)| r.key == key(n)).unwrap();
         raw[0].slot_offset(&r)
     };
-    // Payload of an overwritten key, of one stored again after its removal, of one with a single
+    // Payload of a replaced value, of one stored again after its removal, of one with a single
     // version; and a header.
     for n in [26, 31, 50] {
         write(&data, &[0xaa; 3], place(n) + 4096 + 100);
@@ -226,7 +226,7 @@ fn what_was_removed_long_ago_stays_removed_when_its_segment_is_free() {
     let mut newest = vec![None; 40];
     for round in 0..40u64 {
         let n = round % 40;
-        overwrite(&log, n, round);
+        replace(&log, n, round);
         if round % 3 == 0 {
             log.remove(&[key(n)]).unwrap();
         } else {
@@ -254,8 +254,8 @@ fn what_was_removed_long_ago_stays_removed_when_its_segment_is_free() {
     (2000..2400).for_each(|n| assert!(store(&log, n), "the lane is written on"));
 }
 
-/// Its segment counts as sealed from then on: nothing would wipe the slot, an opening that finds the
-/// region damaged would serve it, and a removal before that would not know of it.
+/// Its segment counts as sealed from then on: nothing would wipe the slot, an opening that finds
+/// the region damaged would serve it, and a removal before that would not know of it.
 #[test]
 fn what_was_never_published_is_made_unreadable() {
     let dir = temp();

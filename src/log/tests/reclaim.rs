@@ -117,8 +117,8 @@ fn removed_keys_do_not_come_back_whatever_is_reclaimed() {
     log.seal(soon()).unwrap();
     let lease = log.locate(&key(8), PIN).unwrap();
     log.remove(&[key(1), key(2)]).unwrap();
-    overwrite(&log, 3, 1);
-    overwrite(&log, 4, 1);
+    replace(&log, 3, 1);
+    replace(&log, 4, 1);
     log.remove(&[key(4)]).unwrap();
     log.report_bad(&log.locate(&key(5), PIN).unwrap(), Bad::Corrupt);
     fill(&log, 100..500);
@@ -226,7 +226,7 @@ fn what_was_used_before_a_restart_counts_as_used_later_than_what_was_not() {
     assert_eq!(recency(&log, 3).0, 1);
     assert!(recency(&log, 3).1 >= 2);
     assert!([0, 1, 2, 4, 5, 6].iter().all(|n| recency(&log, *n) == (0, 0)));
-    overwrite(&log, 1, 1);
+    replace(&log, 1, 1);
     assert!(recency(&log, 1).0 >= 2, "after everything of the earlier life");
 }
 

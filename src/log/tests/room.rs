@@ -237,7 +237,7 @@ fn a_full_ring_does_not_wait_for_a_segment_that_the_drive_cannot_give() {
     assert!(store(&log, 0));
     log.flush().unwrap();
     let file =
-        crate::io::DirectFile::open(&dir.path().join("ballast"), crate::io::FileOptions::create()).unwrap();
+        crate::io::DirectFile::open(dir.path().join("ballast"), crate::io::FileOptions::create()).unwrap();
     file.allocate(0, CAPACITY - SPARE - allocated_below(dir.path()).unwrap()).unwrap();
     assert_eq!(log.stats().sealed, 0);
     // A flush takes a page, however few records it has.

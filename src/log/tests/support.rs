@@ -122,7 +122,7 @@ impl Clock for Fake {
 }
 
 /// Removes what is there of key `n`, and stores a version of it.
-pub(super) fn overwrite(log: &Log, n: u64, version: u64) {
+pub(super) fn replace(log: &Log, n: u64, version: u64) {
     log.remove(&[key(n)]).unwrap();
     assert!(store_spec(log, spec(n), n, version).unwrap());
 }

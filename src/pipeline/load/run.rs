@@ -117,7 +117,7 @@ impl LoadInner {
     pub(super) fn copy_in(self: &Arc<Self>, step: ReadStep, frame: Buf, slot: Buf) {
         let Some(mover) = self.pump.mover() else { return self.not_copied(&step, MissCause::Internal) };
         let (load, len) = (Arc::clone(self), frame.len());
-        copy_buf(&**mover, (frame, slot), len, move |result, (frame, slot)| {
+        copy_buf(&**mover, frame, slot, len, move |result, (frame, slot)| {
             // Before the CRCs are compared: a frame can be published only once no part of it is
             // held.
             drop(frame);

@@ -584,8 +584,8 @@ impl LoadState {
     }
 
     /// Whether a chunk that turned out bad is still to be reported. If so, no layer becomes ready
-    /// until [`LoadState::end_report`]. `None` where it is being reported: that decides about it, as
-    /// another report would not find the chunk any more.
+    /// until [`LoadState::end_report`]. `None` where it is being reported: that decides about it,
+    /// as another report would not find the chunk any more.
     pub(super) fn begin_report(&mut self, chunk: usize) -> Option<bool> {
         if self.finished || !self.is_alive(chunk) {
             return Some(false);

@@ -78,8 +78,8 @@ struct PumpShared {
     /// Drives to which stores wait to write, for want of staging, and since when nothing has moved
     /// there: neither was a gather submitted, nor has a write ended well.
     starved: BTreeMap<usize, Instant>,
-    /// Drives of which a write has timed out while its memory was with the drive, and none has ended
-    /// well since.
+    /// Drives of which a write has timed out while its memory was with the drive, and none has
+    /// ended well since.
     hanging: BTreeSet<usize>,
     closed: bool,
 }

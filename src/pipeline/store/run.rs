@@ -27,8 +27,8 @@ pub(super) struct Retry {
 
 impl StoreInner {
     /// Opens slots and submits gathers, as long as there is something to gather and staging for it.
-    /// Drives that have none are in `starved`, or are added to it. Returns whether it has found room
-    /// for all slots. Only for the store thread.
+    /// Drives that have none are in `starved`, or are added to it. Returns whether it has found
+    /// room for all slots. Only for the store thread.
     pub(super) fn advance(self: &Arc<Self>, starved: &mut Vec<usize>) -> bool {
         let mut has_room = true;
         loop {
@@ -134,7 +134,7 @@ impl StoreInner {
             None => self.write_from(step, sink, staging),
             Some((frame, mover)) => {
                 let (store, len) = (Arc::clone(self), frame.len());
-                copy_buf(&**mover, (staging, frame), len, move |result, (staging, frame)| {
+                copy_buf(&**mover, staging, frame, len, move |result, (staging, frame)| {
                     drop(staging);
                     match result {
                         Ok(()) => store.write_from(step, sink, frame),
@@ -160,9 +160,9 @@ impl StoreInner {
         }
     }
 
-    /// Submits a write, and gives it back where the queue is full: it is to be submitted again until
-    /// the time-out. What hangs at the drive keeps its place in the queue. A write that is not taken
-    /// ends like one that failed, so that the log hears of the drive.
+    /// Submits a write, and gives it back where the queue is full: it is to be submitted again
+    /// until the time-out. What hangs at the drive keeps its place in the queue. A write that is
+    /// not taken ends like one that failed, so that the log hears of the drive.
     fn write(
         self: &Arc<Self>,
         step: StoreStep,

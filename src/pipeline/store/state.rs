@@ -243,9 +243,9 @@ impl StoreState {
         fences
     }
 
-    /// What to do next; a begun or gathered step is counted as under way. Where there is no room for
-    /// further slots, or no staging for a drive that an open one waits for, the other open ones go
-    /// on.
+    /// What to do next; a begun or gathered step is counted as under way. Where there is no room
+    /// for further slots, or no staging for a drive that an open one waits for, the other open ones
+    /// go on.
     pub(super) fn next(&mut self, has_room: bool, starved: &[usize]) -> NextStep {
         if self.finished || self.ready == 0 {
             return NextStep::Nothing;
@@ -521,8 +521,8 @@ impl StoreState {
         complete
     }
 
-    /// The frame of a chunk that was committed, and the CRCs of its extents, where all of them lie in
-    /// it: to be published without the lock, before [`Self::committed`].
+    /// The frame of a chunk that was committed, and the CRCs of its extents, where all of them lie
+    /// in it: to be published without the lock, before [`Self::committed`].
     pub(super) fn take_frame(&mut self, chunk: usize) -> Option<(Filling, Vec<u32>)> {
         let c = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Committing))?;
         let frame = c.frame.take_if(|_| c.framed == c.crcs.len())?;

@@ -3,8 +3,8 @@
 //! Within a segment the highest epoch counts that its region, a record of the ring or a slot names.
 //! Every intact slot of that epoch counts, but where the index is whole only those that it names:
 //! the others were never published, and zeros are written over their headers. For the new index has
-//! their segments as sealed, and where a sealed segment's region is damaged, an opening serves every
-//! slot that it can read there.
+//! their segments as sealed, and where a sealed segment's region is damaged, an opening serves
+//! every slot that it can read there.
 //!
 //! * this file: the steps, and a superblock where both are lost;
 //! * `slots`: finds slots by their headers; `old`: reads what is left of the old index;
