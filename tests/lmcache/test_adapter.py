@@ -129,9 +129,23 @@ def test_what_lmcache_counts_for_itself_is_refused(cache: Path, door: str) -> No
         with pytest.raises(Exception, match="capacity"):
             with adapter(spec(cache, door, **{setting: 1})):
                 pass
-    with pytest.raises(Exception, match="no_such_setting"):
-        with adapter(spec(cache, door, no_such_setting=1)):
-            pass
+    # What only the other door has is not known either.
+    for setting in ("no_such_setting", "dtype" if door == "plugin" else "register_memory"):
+        with pytest.raises(Exception, match=f"unknown setting {setting}"):
+            with adapter(spec(cache, door, **{setting: True})):
+                pass
+
+
+@pytest.mark.ci
+def test_a_read_only_cache_is_served_and_stays_as_it_is(cache: Path, door: str) -> None:
+    with adapter(spec(cache, door)) as over:
+        assert store(over, {1: memory(5000, 1)})
+    with adapter(spec(cache, door, mode="ro")) as over:
+        assert not store(over, {2: memory(5000, 2)})
+        over.delete([key(1)])
+        assert found(over, [1, 2]) == [True, False]
+        target = memory(5000, None)
+        assert load(over, {1: target}) == [True] and same(target, memory(5000, 1))
 
 
 def test_a_batch_that_cannot_be_taken_is_a_failed_completion(cache: Path) -> None:

@@ -129,6 +129,21 @@ def test_an_adapter_that_is_not_on_this_machine_has_no_key(tmp_path: Path) -> No
             key(lora_request=lora(path))
 
 
+def test_a_request_skips_storing_or_loading_by_our_name_and_by_lmcaches() -> None:
+    def skips(asked: dict[str, Any] | None, reads: bool = True) -> tuple[bool, bool]:
+        sampling = SamplingParams(skip_reading_prefix_cache=not reads, extra_args=asked and {"kv_transfer_params": asked})
+        return extra.skips(Request("r", [1, 2, 3], sampling, None))
+
+    for name in ("forebay.skip_save", "lmcache.skip_save"):
+        assert skips({name: True}) == (True, False)
+        assert skips({name: True}, reads=False) == (True, True)
+        assert skips({name: False}) == (False, False)
+    for name in ("forebay.skip_load", "lmcache.skip_load"):
+        assert skips({name: True}) == (False, True)
+        assert skips({name: False}) == (False, False)
+    assert skips(None) == skips({}) == skips({"skip_save": True, "skip_load": True}) == (False, False)
+
+
 def test_layers_without_token_blocks_are_refused_by_name() -> None:
     mamba = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
     local = ChunkedLocalAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, attention_chunk_size=64)
