@@ -19,7 +19,8 @@ from harness import server as world
 from harness.runner import Rank
 from peer import show
 
-#: Layers, KV heads and head size in 4-byte elements: 64 KiB of KV per token, half of that of Llama 3.1 8B in bf16.
+#: Layers, KV heads and head size in 4-byte elements: 64 KiB of KV per token, half of that of Llama
+#: 3.1 8B in bf16.
 LAYERS, KV_HEADS, HEAD_SIZE = 16, 8, 64
 TOKEN_BYTES = 2 * 4 * LAYERS * KV_HEADS * HEAD_SIZE
 
@@ -33,7 +34,8 @@ def serve(options: argparse.Namespace) -> world.Server:
         max_requests=options.requests,
         batch_tokens=8192,
         prefix_caching=False,
-        # Requests that end as soon as they begin: what they hold until it is copied is no measure of a server.
+        # Requests that end as soon as they begin: what they hold until it is copied is no measure
+        # of a server.
         settings={"capacity": "16GiB", "chunk_size": 256, "max_held_blocks": options.requests * options.tokens},
     )
     server = world.Server(shape, options.folder)

@@ -67,7 +67,8 @@ def main():
         name, commit = f"{figure['page']}: {figure['what']}", figure["commit"]
         if commit not in (ROOT / figure["page"]).read_text():
             wrong.append(f"{name}: the page does not name commit {commit}")
-        # A shallow clone, or a folder without git, lacks the commit; that says nothing about the page.
+        # A shallow clone, or a folder without git, lacks the commit; that says nothing about the
+        # page.
         if git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
             if git("rev-parse", "--is-shallow-repository") == "false":
                 wrong.append(f"{name}: commit {commit} is not in the history")

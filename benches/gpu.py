@@ -94,7 +94,8 @@ class Bench:
             sys.exit("PyTorch with CUDA is needed; --dry-run goes without")
         self.model = "tiny" if args.dry_run else "llama-3.1-8b"
 
-    # -- measuring --------------------------------------------------------------------------------------------------------
+    # -- measuring
+    # --------------------------------------------------------------------------------------------------------
     def row(self, title, target, figure, detail="", raw=None):
         self.rows.append({"title": title, "target": target, "figure": figure, "detail": detail, "raw": raw})
         progress(f"{title}: {figure} {detail}")
@@ -131,7 +132,8 @@ class Bench:
 
         return run
 
-    # -- what is measured -------------------------------------------------------------------------------------------------
+    # -- what is measured
+    # -------------------------------------------------------------------------------------------------
     def kernels(self):
         chunks = 2 if self.args.dry_run else 32
         for ctas, name in [(0, "no limit of thread blocks"), (DEFAULT_CTAS, f"{DEFAULT_CTAS} thread blocks, the default")]:
@@ -289,7 +291,8 @@ class Bench:
         self.row(f"prefill of {tokens} tokens, 8B shapes, one layer's weights 32 times", "", f"{s:.3f} s",
                  f"its KV is {need / GIB:.2f} GiB: loading it is faster from {need / s / 1e9:.2f} GB/s on")
 
-    # -- the report -------------------------------------------------------------------------------------------------------
+    # -- the report
+    # -------------------------------------------------------------------------------------------------------
     def machine(self):
         def said(*argv):
             try:

@@ -51,7 +51,8 @@ class Bench:
         self.write_file = os.path.join(directory, "fio-write.bin")
         self.checked_file = os.path.join(directory, "fio-checked.bin")
 
-    # -- the two programs -------------------------------------------------------------------------------------------------
+    # -- the two programs
+    # -------------------------------------------------------------------------------------------------
     def fio(self, rw, point, size, extra=()):
         bs, depth, jobs = point
         name = self.fio_file if rw in ("read", "rw", "randrw") else self.write_file
@@ -89,7 +90,8 @@ class Bench:
         got["bytes"] = got["job"]["read"]["io_bytes"] + got["job"]["write"]["io_bytes"]
         return got
 
-    # -- measuring --------------------------------------------------------------------------------------------------------
+    # -- measuring
+    # --------------------------------------------------------------------------------------------------------
     def sweep(self, rw, size):
         """fio's best point, by the clock that it is compared by; the drive's speed swings, so the points are run in turns."""
         points = [(bs, d, j) for bs in ("256k", "1m", "4m") for d in (4, 8, 32) for j in (1, 2)]
@@ -142,13 +144,14 @@ class Bench:
         out = run(["cargo", "bench", "-q", "-p", "forebay", "--bench", "cpu_reference", "--", "--model", model])["out"]
         return json.loads(out[out.index("{"):])
 
-    # -- the table --------------------------------------------------------------------------------------------------------
+    # -- the table
+    # --------------------------------------------------------------------------------------------------------
     def loads(self, point):
         size = self.args.size
         for model, target in (("llama-3.1-8b", 0.92), ("deepseek-v3", 0.95)):
             cache = self.store_cache(model, size, "--tokens", PROMPT_TOKENS)
-            # By their own clocks: each process takes 2 GiB to load into, which a virtual machine may
-            # give in 0.4 s or in 5.
+            # By their own clocks: each process takes 2 GiB to load into, which a virtual machine
+            # may give in 0.4 s or in 5.
             outside = lambda got: got["bytes"] / got["wall"]
             proof = lambda runs: "; device bytes per loaded byte {:.4f}; whole processes from outside, start included: {:.3f}".format(
                 min(a["job"]["forebay"]["device_read_bytes"] / a["bytes"] for a, _ in runs),
@@ -306,7 +309,8 @@ class Bench:
             self.row(f"memory of that process (PSS) per chunk{what}", "<= 120 bytes",
                      f"{statistics.median(g['bytes_per_chunk'] for g in got):.0f} bytes")
 
-    # -- the page ---------------------------------------------------------------------------------------------------------
+    # -- the page
+    # ---------------------------------------------------------------------------------------------------------
     def write(self, path):
         """Puts the rows measured into the .json and the table of the .md beside it; other rows stay. Without a path they are printed."""
         commit = run(["git", "rev-parse", "--short", "HEAD"])["out"].strip()

@@ -26,10 +26,12 @@ SOURCES = ["common.cu", "reshape.cu", "exp4.cu", "rope.cu"]
 PTX = HERE / "ptx" / "forebay.ptx"
 README = HERE / "README.md"
 NVRTC = ("nvidia-cuda-nvrtc-cu12", "12.0.140", "**/libnvrtc.so.12")
-# Assembles for sm_100 too; its architectures are the oldest, the usual and the newest that are supported.
+# Assembles for sm_100 too; its architectures are the oldest, the usual and the newest that are
+# supported.
 PTXAS = ("nvidia-cuda-nvcc", "13.*", "**/bin/ptxas")
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
-# The host's arithmetic contracts no multiplication and addition into one: neither do the kernels, so that results are the same.
+# The host's arithmetic contracts no multiplication and addition into one: neither do the kernels,
+# so that results are the same.
 OPTIONS = ["--gpu-architecture=compute_80", "--std=c++17", "--fmad=false"]
 
 

@@ -81,7 +81,8 @@ def once(name: str, folder: Path, arena: Arena, shape: tuple[int, int, int, int]
     for at, number in enumerate(numbers):
         arena.fill(at, number)
     cold()
-    # The first tasks of a process touch its memory for the first time; they are others, and not measured.
+    # The first tasks of a process touch its memory for the first time; they are others, and not
+    # measured.
     others, first = range(last + count, last + count + per_task * tasks), range(per_task * tasks)
     system = SYSTEMS[name](folder, arena, capacity)
     system.put(others, first, per_task, tasks)

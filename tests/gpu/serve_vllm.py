@@ -74,7 +74,8 @@ def make_model(folder: Path, size: str, dtype: str, weights: bool, device: str) 
         return (torch.randn(rows, columns, device=device) * scale / columns**0.5).to(kind).cpu()
 
     ones = torch.ones(hidden, dtype=kind)
-    # Queries and keys so large that attention chooses, and a last layer so large that one token wins by far.
+    # Queries and keys so large that attention chooses, and a last layer so large that one token
+    # wins by far.
     made = {"model.embed_tokens.weight": some(shape["vocab_size"], hidden, hidden**0.5), "model.norm.weight": ones}
     made["lm_head.weight"] = some(shape["vocab_size"], hidden, 6.0)
     for layer in range(shape["num_hidden_layers"]):
@@ -464,7 +465,8 @@ class Bench(Table):
         stored = {n: self.prompt(source, n + REST, vocab) for n in lengths}
         steps: list[dict[str, Any]] = [{"name": "warm-up", "prompts": [self.prompt(source, n, vocab)], "transfer": skip} for n in lengths]
         for n in lengths:
-            # More than once: a chunk for which `store_staging` has no room is not stored the first time.
+            # More than once: a chunk for which `store_staging` has no room is not stored the first
+            # time.
             steps += [{"name": f"store {n}", "prompts": [stored[n]], "reset": True}] * 3
         for _ in range(self.asked.rounds):
             for n in lengths:
@@ -571,7 +573,8 @@ class Bench(Table):
 
         steps: list[dict[str, Any]] = [
             {"name": "computed", "prompts": [other], "tokens": 16, "transfer": skip},
-            # What a blend covers computed by vLLM, then the rest behind its own prefix cache: the same shapes as behind a blend.
+            # What a blend covers computed by vLLM, then the rest behind its own prefix cache: the
+            # same shapes as behind a blend.
             {"name": "to the end", "prompts": [other[: places[-1][1]]], "tokens": 1, "transfer": skip, "reset": True},
             {"name": "behind it", "prompts": [other], "tokens": 16, "transfer": skip},
             {"name": "prefix computed", "prompts": [alone[: only[0][1]]], "tokens": 1, "transfer": skip, "reset": True},

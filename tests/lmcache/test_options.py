@@ -37,8 +37,8 @@ LEAST_TTL_S = 150
 SERVER = {
     "in the keys: with another one nothing is found": "chunk_size hash_algorithm",
     "in the layout, which `plugin` tells apart where planes, layers, width or element type differ": "separate_object_groups supported_transfer_mode",
-    # Blending stores, under plain keys, what it computed from KV of other contexts. The next says which blocks hold no KV. The others run code
-    # of the user's.
+    # Blending stores, under plain keys, what it computed from KV of other contexts. The next says
+    # which blocks hold no KV. The others run code of the user's.
     "needs a namespace": "engine_type null_block_id runtime_plugin_locations runtime_plugin_config server_module enable",
     "decided below, key by key": "l2_adapter",
     "with engine_type blend alone": "enable_segmented_prefix enable_dedup_content enable_blend_reorder",
@@ -70,7 +70,8 @@ ADAPTER = {
 }
 #: Serdes of LMCache. One with other parameters may make values of the same length.
 SERDES = {"aesgcm", "fp8", "turboquant"}
-#: What LMCache's connector in vLLM reads: `kv_connector_extra_config`, and what a request may say of itself.
+#: What LMCache's connector in vLLM reads: `kv_connector_extra_config`, and what a request may say
+#: of itself.
 CONNECTOR = {
     # Ranks of the second server have the keys of the first one's.
     "a namespace for each server": "mp.server_urls",
@@ -243,7 +244,8 @@ def test_what_lmcache_deletes_touches_and_lists_has_no_layout(cache: Path) -> No
         over.delete([key(1), key(3)])
         assert _listed(over) == [salted] and not _finds(over, 1, "one")
         assert over.get_usage().total_bytes_used == LENGTH
-    # Another process has not seen the layout until it lists what is there, as who deletes does first.
+    # Another process has not seen the layout until it lists what is there, as who deletes does
+    # first.
     with adapter(spec(cache)) as over:
         over.delete([salted])
         over.delete(_listed(over))

@@ -13,10 +13,12 @@ import lmcache
 import pytest
 
 HERE = Path(__file__).resolve().parent
-#: A file of LMCache's, what stands for Forebay there, how many tests it has, and those that are left out.
+#: A file of LMCache's, what stands for Forebay there, how many tests it has, and those that are
+#: left out.
 SUITES = [
     ("test_native_connector_l2_adapter.py", "MockNativeConnector", 92, ()),
-    # The mock waits as long as a slow network would, and declares its capacity to LMCache, which then evicts: Forebay does neither.
+    # The mock waits as long as a slow network would, and declares its capacity to LMCache, which
+    # then evicts: Forebay does neither.
     ("test_mock_l2_adapter.py", "MockL2Adapter", 40, ("delayed_by_bandwidth", "get_usage")),
 ]
 

@@ -15,7 +15,8 @@ from conftest import spec
 from test_server import Server, server
 
 VLLM = Path(__file__).resolve().parent.parent / "vllm"
-#: LMCache keeps KV in pieces of 256 tokens. No two prompts share one: LMCache does not look for a piece that it is bringing already.
+#: LMCache keeps KV in pieces of 256 tokens. No two prompts share one: LMCache does not look for a
+#: piece that it is bringing already.
 PIECE, PIECES = 256, 2
 #: On a machine that is busy with other things too.
 PATIENCE_S = 1800

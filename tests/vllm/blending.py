@@ -320,7 +320,8 @@ def holes(server: Server, blend: Blend, cache: Path) -> dict[str, Any]:
         made = server.generate(blended.prompt)
         seen[name] = {"states": [one.state for one in blended.segments], "right": made["tokens"] == plain, "cached": made["cached"]}
 
-    # Keys that are turned the wrong way, or with their elements paired wrongly: the gate must notice.
+    # Keys that are turned the wrong way, or with their elements paired wrongly: the gate must
+    # notice.
     segments = server.blender._segments
     rotary = segments._rotary
     half = rotary[0].table.shape[1] // 2

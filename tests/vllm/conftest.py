@@ -38,7 +38,8 @@ def environment(home: Path, separate: bool = False) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
         "HOME": str(home),
-        # Kept from run to run: what vLLM finds out about a model's code, for which it would start a process each time.
+        # Kept from run to run: what vLLM finds out about a model's code, for which it would start a
+        # process each time.
         "VLLM_CACHE_ROOT": str(HERE.parent.parent / "target" / "vllm-cache"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }

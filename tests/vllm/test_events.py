@@ -116,7 +116,8 @@ def test_what_is_stored_found_lost_and_cleared_is_told(gemma: str, tmp_path: Pat
     assert sorted(groups) == [0, 1, 2, 3]
     assert sorted(map(str, groups.values())) == sorted([str(("full_attention", None))] + 3 * [str(("sliding_window", 64))])
     assert told.removed() == []
-    # vLLM tells of its own two resets, the connector of the one that was its too; nothing is served after it.
+    # vLLM tells of its own two resets, the connector of the one that was its too; nothing is served
+    # after it.
     cleared = [i for i, event in enumerate(told.events) if isinstance(event, AllBlocksCleared)]
     assert len(cleared) == 3
     assert not any(isinstance(e, BlockStored) and e.medium == "STORAGE" for e in told.events[cleared[-1] :])

@@ -45,7 +45,8 @@ def test_a_cache_salt_shares_with_nobody_else(plain: list[list[int]], filled: Fi
 
 def test_stored_when_requests_have_ended(model: str, plain: list[list[int]], tmp_path: Path) -> None:
     cache = settings(tmp_path / "cache", store_when="finished", max_held_blocks=1000)
-    # In pieces; the engine in a process of its own takes a last step for requests that have ended, which stores the last one.
+    # In pieces; the engine in a process of its own takes a last step for requests that have ended,
+    # which stores the last one.
     engine = {"max_num_batched_tokens": 128, "enable_chunked_prefill": True}
     for loaded in (False, True):
         run = generate(tmp_path, SHORT, model=model, cache=cache, engine=engine, separate=True)
@@ -83,7 +84,8 @@ def test_bfloat16(models: Callable[[str], str], tmp_path: Path) -> None:
 
 
 def test_within_steps(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
-    # Layer by layer, which vLLM can recover from with one KV cache group, without asynchronous scheduling and without prefix caching.
+    # Layer by layer, which vLLM can recover from with one KV cache group, without asynchronous
+    # scheduling and without prefix caching.
     cache = settings(filled.copy(tmp_path), use_layerwise=True)
     careful = {"async_scheduling": False, "enable_prefix_caching": False}
     run = generate(tmp_path, SHORT, SHORT, model=model, cache=cache, engine=careful)

@@ -20,7 +20,8 @@ def test_the_remote_store_and_the_drive_may_go_while_vllm_serves(model: str, pla
     assert [first.tokens(number) for number in range(2)] == [plain] * 2
     assert first.metrics.get("vllm:forebay_memory_hits", 0) > 0
 
-    # Another machine finds all of it in the store, and goes on when first the store and then the drive is emptied.
+    # Another machine finds all of it in the store, and goes on when first the store and then the
+    # drive is emptied.
     drive = tmp_path / "b"
     rounds = (SHORT, SHORT | {"lost": [str(remote)]}, SHORT | {"lost": [str(remote), str(drive)]}, SHORT)
     second = generate(tmp_path, *rounds, model=model, cache=settings(drive, **tiers))

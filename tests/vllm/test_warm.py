@@ -12,7 +12,8 @@ import pytest
 from conftest import LOADED, PATIENCE_S, environment, prompts
 from test_server import server
 
-#: Tokens of a chunk where nobody says otherwise, and options of a server whose KV the tests' other processes find.
+#: Tokens of a chunk where nobody says otherwise, and options of a server whose KV the tests' other
+#: processes find.
 CHUNK = 256
 SERVER = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "2048")
 #: One token per byte (model.py).

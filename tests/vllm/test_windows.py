@@ -59,7 +59,8 @@ def test_cold_warm_and_after_a_restart(gemma: str, bare: list[list[int]], filled
 
 
 def test_window_blocks_are_gathered_before_vllm_reuses_them(gemma: str, bare: list[list[int]], tmp_path: Path) -> None:
-    # Steps that end inside blocks and chunks, and a pool so small that what leaves a window is another request's at once.
+    # Steps that end inside blocks and chunks, and a pool so small that what leaves a window is
+    # another request's at once.
     cache = settings(tmp_path / "cache", chunk_size=256)
     small = engine(max_num_batched_tokens=100, enable_chunked_prefill=True, num_gpu_blocks_override=100)
     run = generate(tmp_path, model=gemma, prompts=prompts(), cache=cache, engine=small)

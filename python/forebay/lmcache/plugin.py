@@ -75,8 +75,8 @@ class Adapter(L2AdapterInterface):
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
         self._lookups = 0
-        #: Values that LMCache was told are stored and that are not known to be gone, by digest: key,
-        #: and length in bytes as LMCache counts it, 0 where another server stored the value.
+        #: Values that LMCache was told are stored and that are not known to be gone, by digest:
+        #: key, and length in bytes as LMCache counts it, 0 where another server stored the value.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
         self._wake = {kind: create_event_notifier() for kind in self._done}
         # The store records evictions from the first call on.
@@ -129,8 +129,8 @@ class Adapter(L2AdapterInterface):
         layouts = {group: layout(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
         names = [self._name(key, layouts.get(key.object_group_id, "")) for key in keys]
         found = self._pin(names)
-        # Behind a `serde` LMCache looks for the layout that it makes of the stored bytes. A load takes
-        # what has the name of its own buffers, so that a yes too many is a miss there.
+        # Behind a `serde` LMCache looks for the layout that it makes of the stored bytes. A load
+        # takes what has the name of its own buffers, so that a yes too many is a miss there.
         again = [place for place, yes in enumerate(found) if not yes and names[place] != name(keys[place])]
         for place, yes in zip(again, self._pin([name(keys[place]) for place in again]), strict=True):
             found[place] = yes
@@ -168,7 +168,8 @@ class Adapter(L2AdapterInterface):
         """Removes the values of the keys, durably, for all servers."""
         pairs = [(key, one) for key in keys for one in self._names(key)]
         removed = self._store.delete([one for _, one in pairs])
-        # What another server has evicted or deleted before has gone too: LMCache would name it again.
+        # What another server has evicted or deleted before has gone too: LMCache would name it
+        # again.
         digests = [forebay.object_digest(one) for _, one in pairs]
         gone = [yes or is_gone for yes, is_gone in zip(removed, self._store.gone(digests), strict=True)]
         self._forget(digest for digest, yes in zip(digests, gone, strict=True) if yes)
@@ -284,8 +285,8 @@ class Adapter(L2AdapterInterface):
         stored = [(key, one, length) for (key, one), yes, length in zip(pairs, done.results, done.lengths, strict=False) if yes]
         told = {forebay.object_digest(one): (key, length) for key, one, length in stored}
         # 0: the value was there already, and the server that stored it counts it. Otherwise a value
-        # that this server had stored before has gone since: another server, or this one a moment ago,
-        # has evicted or deleted it. LMCache would count both.
+        # that this server had stored before has gone since: another server, or this one a moment
+        # ago, has evicted or deleted it. LMCache would count both.
         self._forget([digest for digest, (_, length) in told.items() if length > 0])
         with self._lock:
             for digest, value in told.items():
@@ -296,13 +297,15 @@ class Adapter(L2AdapterInterface):
     def _took_load(self, pairs: list[tuple[ObjectKey, str]], done: forebay.Completion) -> None:
         if loaded := [key for (key, _), yes in zip(pairs, done.results, strict=False) if yes]:
             self._notify_keys_accessed(loaded)
-        # Stored by a server with another `serde`: a store of the right value would leave it as it is.
+        # Stored by a server with another `serde`: a store of the right value would leave it as it
+        # is.
         wrong = [one for (_, one), cause in zip(pairs, done.causes, strict=False) if cause == "wrong_length"]
         if wrong:
             self._quiet.warn("wrong length", "%d values have another length than LMCache asks for, and are deleted; give each serde a `namespace` of its own", len(wrong))
             self._store.submit_delete(wrong)
             self._forget([forebay.object_digest(one) for one in wrong])
-        # Not all of these: of what lies on a drive that does not answer nothing is found for a while.
+        # Not all of these: of what lies on a drive that does not answer nothing is found for a
+        # while.
         self._forget_gone([forebay.object_digest(one) for (_, one), yes in zip(pairs, done.results, strict=False) if not yes])
 
     def _look(self) -> None:

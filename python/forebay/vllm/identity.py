@@ -34,8 +34,9 @@ MULTIMODAL_KEYS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
-#: Further options that decide what KV is or means, by the part of vLLM's configuration. Each is part
-#: of the identity where it is not vLLM's default. tests/vllm/harness/test_options.py has the others.
+#: Further options that decide what KV is or means, by the part of vLLM's configuration. Each is
+#: part of the identity where it is not vLLM's default. tests/vllm/harness/test_options.py has the
+#: others.
 OTHERS = {
     "model_config": {"code_revision": None, "model_impl": "auto", "model_class_overrides": {}},
     "attention_config": {"use_non_causal": False, "indexer_kv_dtype": "auto"},

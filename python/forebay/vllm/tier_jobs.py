@@ -23,7 +23,8 @@ from forebay._quiet import Quiet
 
 logger = logging.getLogger("vllm.forebay")
 
-#: Seconds after which `drain` cancels the batches that have not ended, unless the caller has less time.
+#: Seconds after which `drain` cancels the batches that have not ended, unless the caller has less
+#: time.
 DRAIN_PATIENCE_S = 60.0
 #: Causes that are not logged: a cache may drop any object, so a miss is no failure.
 QUIET_CAUSES = frozenset({"not_found", None})

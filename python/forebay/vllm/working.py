@@ -85,8 +85,9 @@ class WorkerHalf:
 
     def handle_preemptions(self, meta: StepMetadata) -> None:
         """Before blocks of preempted requests are overwritten."""
-        # With speculative decoding the first model runner of vLLM 0.32 and 0.33 calls `wait_for_save`
-        # on the last pipeline stage alone. On the others a step is computed before the next begins.
+        # With speculative decoding the first model runner of vLLM 0.32 and 0.33 calls
+        # `wait_for_save` on the last pipeline stage alone. On the others a step is computed before
+        # the next begins.
         self._end_step()
         if self._side is not None and meta.preempts:
             self._side.handle_preemptions(meta.step)
