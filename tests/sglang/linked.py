@@ -26,6 +26,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 PAGE, TOKENS, LAYERS, LATENT, ROPE = 64, 2048, 4, 128, 32
 #: Of the model with recurrent layers: those with attention, and the others.
 ATTENTION, RECURRENT = [1, 3], [0, 2]
+#: What is waited for in vain fails its test, and does not hang it.
+PATIENCE_S = 400
 COMMON = {"device": "cpu", "enable_memory_saver": False}
 
 
@@ -201,7 +203,7 @@ class Server:
 
     def settle(self) -> list[bool]:
         """Lets all offloads end; what each came to."""
-        self.linker._saver.idle()
+        assert self.linker._saver.idle(PATIENCE_S)
         for offload in self.linker._offloads:
             for store, _ in offload.stores:
                 store.wait()

@@ -18,15 +18,13 @@ import pytest
 import sglang
 import torch
 from forebay.sglang import linker, weights
-from linked import PAGE, Server, prompt, served
+from linked import PAGE, PATIENCE_S, TOKENS, Server, prompt, served
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from test_controller import flip_bits
 from world import weight_updater
 
 MORE = list(range(70_000, 70_100))
 KINDS = [("dsa", False), ("dsa", True), ("hybrid", False), ("hybrid", True)]
-#: A thread that never comes back fails its test, and does not hang it.
-PATIENCE_S = 400
 
 
 def queued(server: Server, tokens: list[int]) -> Any:
@@ -88,8 +86,8 @@ def test_a_layer_is_let_go_when_it_is_there_and_not_before(cache: Path) -> None:
         assert server.tree.finish_external_linker_loads([req]) == [] and server.seen[req.rid] == stored
 
 
-def slow(server: Server, before: Any) -> None:
-    """Has each of the engine's layers wait for `before` when it is waited for."""
+def slow(server: Server, before: Any, **calls: Any) -> None:
+    """Has each of the engine's layers wait for `before` when it is waited for; `calls` are made instead of the load's."""
     source = server.linker._sources[PoolName.KV]
 
     class Slow:
@@ -101,7 +99,7 @@ def slow(server: Server, before: Any) -> None:
             return self._load.wait_layer(layer)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._load, name)
+            return calls.get(name) or getattr(self._load, name)
 
     class Engine:
         def load(self, *given: Any, **named: Any) -> Any:
@@ -240,6 +238,80 @@ def test_loads_that_are_cancelled_reset_and_closed(cache: Path) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("what", ["finish", "reset"])
+def test_what_still_moves_is_waited_for_and_the_log_says_so(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with served(cache) as server:
+        server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        gate = threading.Event()
+        # As where a device does not come back.
+        slow(server, lambda _: gate.wait(PATIENCE_S))
+        queued(server, prompt(4))
+        index = server.tree.ready_to_load_host_cache()
+        server.linker.layer_done_counter.fail(index, OSError("so that the layers are not waited for"))
+        monkeypatch.setattr(linker, "CLOSE_TIMEOUT_MS", 50)
+        call = server.linker.reset if what == "reset" else lambda: server.linker.finish_layer_wise_loading(index)
+        waiting = threading.Thread(target=call)
+        waiting.start()
+        while "SGLang waits for" not in caplog.text:
+            waiting.join(0.05)
+            assert waiting.is_alive(), "its slots may still be written"
+        monkeypatch.undo()
+        gate.set()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+
+
+@pytest.mark.ci
+def test_close_leaves_alone_what_does_not_come_back(cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(cache) as server:
+        stored = server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        begun, gate = threading.Event(), threading.Event()
+        slow(server, lambda _: (begun.set(), gate.wait(PATIENCE_S)))
+        req = queued(server, prompt(4))
+        server.tree.ready_to_load_host_cache()
+        assert begun.wait(PATIENCE_S)
+        monkeypatch.setattr(linker, "CLOSE_TIMEOUT_MS", 50)
+        server.linker.close()
+        assert "loads have not ended" in caplog.text and server.linker._loader._thread.is_alive()
+        left = server.loaded(req)
+        gate.set()
+        server.linker._loader._thread.join(PATIENCE_S)
+        assert not server.linker._loader._thread.is_alive()
+        # After close nothing is written.
+        assert server.loaded(req) == left
+    monkeypatch.undo()
+    with served(cache) as server:
+        req = queued(server, prompt(4))
+        assert server.forward([req], keep=[req]) == [] and server.seen[req.rid] == stored
+
+
+@pytest.mark.ci
+def test_an_error_while_a_failed_load_is_ended_keeps_no_pass_waiting(cache: Path) -> None:
+    with served(cache) as server:
+        server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        source = server.linker._sources[PoolName.KV]
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("as no engine does")
+
+        slow(server, fail, cancel=fail)
+        req = queued(server, prompt(4))
+        assert server.forward([req]) == [req]
+        # The thread goes on with the next.
+        server.linker._sources[PoolName.KV], server.linker._nothing_until = source, 0
+        req = queued(server, prompt(4))
+        assert server.forward([req]) == []
+
+
+@pytest.mark.ci
 def test_once_the_weights_are_others_nothing_is_promised_loaded_or_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     updater = weight_updater(monkeypatch)
     with served(cache) as server:
@@ -313,16 +385,60 @@ def test_a_server_that_was_killed_loses_nothing_that_was_committed(cache: Path) 
 
 
 def test_reads_that_hang_end_the_request_in_time_and_slow_ones_are_waited_for(cache: Path, tmp_path: Path) -> None:
-    shim, hold = tmp_path / "hold_reads.so", tmp_path / "hold"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, Path(__file__).parent / "hold_reads.c", "-ldl"], check=True)
+    with_held(cache, tmp_path, "reads")
+
+
+def test_a_save_that_hangs_keeps_neither_the_tree_nor_reset_nor_close(cache: Path, tmp_path: Path) -> None:
+    with_held(cache, tmp_path, "writes")
+
+
+def with_held(cache: Path, tmp_path: Path, what: str) -> None:
+    """Runs this file in a process whose reads or writes of the drive can be held."""
+    shim, hold = tmp_path / "hold_io.so", tmp_path / "hold"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, Path(__file__).parent / "hold_io.c", "-ldl"], check=True)
     done = subprocess.run(
-        [sys.executable, __file__, "held", str(cache), str(hold)],
-        env=os.environ | {"LD_PRELOAD": str(shim), "HOLD_READS": str(hold)},
+        [sys.executable, __file__, what, str(cache), str(hold)],
+        env=os.environ | {"LD_PRELOAD": str(shim), f"HOLD_{what.upper()}": str(hold)},
         stdout=subprocess.PIPE,
         text=True,
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0 and "held" in done.stdout
+
+
+def held_writes(cache: Path, hold: Path) -> None:
+    """Stores while writes are held for longer than any may take."""
+    more = {"io_engine": "threads", "io_timeout_ms": 1000}
+    with served(cache, "hybrid", more=more) as server:
+        computed = {1: server.compute(prompt(4, 1), seed=1)}
+        assert server.settle() == [True]
+        hold.touch()
+        # The tree keeps what is on its way to the drive until that has failed.
+        computed[2] = server.compute(prompt(4, 2), seed=2)
+        assert server.settle() == [False]
+        # A reset does not wait for the drive, and what is computed then comes into the same slots.
+        computed[3] = server.compute(prompt(4, 3), seed=3)
+        flush(server)
+        assert not server.linker._offloads and server.allocator.available_size() == TOKENS
+        computed[4] = server.compute(prompt(4, 4), seed=4)
+        server.linker.close()
+        hold.unlink()
+    with served(cache, "hybrid", more=more) as server:
+        assert server.match(server.request([*prompt(4, 1), *MORE])) == 4 * PAGE
+        for salt, expected in computed.items():
+            req = server.request([*prompt(4, salt), *MORE])
+            if server.match(req):
+                # What was stored all the same has the bytes of its own prompt.
+                assert server.admit(req) == 4 * PAGE and server.forward([req], keep=[req]) == []
+                assert server.seen[req.rid] == expected
+    print("held", flush=True)
+
+
+def flush(server: Server) -> None:
+    """What SGLang's `flush_cache` does."""
+    server.tree.reset()
+    server.requests.clear()
+    server.allocator.clear()
 
 
 def held(cache: Path, hold: Path) -> None:
@@ -415,8 +531,8 @@ def rank(cache: str, number: int, kind: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "killed":
         killed(Path(sys.argv[2]))
-    elif sys.argv[1] == "held":
-        held(Path(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1] in ("reads", "writes"):
+        (held if sys.argv[1] == "reads" else held_writes)(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         where, which = sys.argv[2], int(sys.argv[3])
         torch.distributed.init_process_group("gloo", init_method=f"file://{where}-ranks", rank=which, world_size=2)

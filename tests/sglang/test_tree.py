@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from linked import prompt
+import torch
+from linked import PATIENCE_S, prompt
 from test_controller import flip_bits
 from tree import served
+
+
+KINDS = ["mha", "mla", "dsa", "hybrid"]
 
 
 def is_prefix(whole: list[bytes], some: list[bytes]) -> bool:
@@ -16,7 +20,7 @@ def is_prefix(whole: list[bytes], some: list[bytes]) -> bool:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["mha", "dsa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_goes_through_host_memory_to_the_drive_and_back_after_a_restart(cache: Path, kind: str) -> None:
     with served(cache, kind) as tree:
         stored = tree.compute(prompt(5), seed=1)
@@ -25,7 +29,7 @@ def test_a_prompt_goes_through_host_memory_to_the_drive_and_back_after_a_restart
         assert tree.fetch([*prompt(5), *prompt(1, 9)]) == stored
 
 
-@pytest.mark.parametrize("kind", ["mha", "dsa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_failures_and_delays_never_give_a_wrong_byte(cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.2")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.01")
@@ -41,7 +45,7 @@ def test_random_failures_and_delays_never_give_a_wrong_byte(cache: Path, kind: s
     assert read
 
 
-@pytest.mark.parametrize("kind", ["mha", "dsa"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_damage_is_computed_and_never_read_wrong(cache: Path, kind: str, seed: int) -> None:
     with served(cache, kind) as tree:
@@ -50,3 +54,32 @@ def test_damage_is_computed_and_never_read_wrong(cache: Path, kind: str, seed: i
     with served(cache, kind) as tree:
         came = tree.fetch(prompt(6))
         assert len(came[0]) < len(stored[0]) and is_prefix(stored, came)
+
+
+def rank(cache: str, number: int) -> None:
+    """One of two tensor-parallel ranks, which agree over gloo."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{cache}-ranks", rank=number, world_size=2)
+    for kind in ("mla", "dsa"):
+        given = {"group": torch.distributed.group.WORLD, "rank": number, "size": 2}
+        with served(Path(cache), kind, **given) as tree:
+            # The ranks hold the same latent KV, and one of them stores it.
+            stored = tree.compute(prompt(5), seed=1)
+            store = tree.tree.cache_controller.storage_backend._store
+            assert bool(store.stats()["put"]["ok"]) is (number == 0)
+            torch.distributed.barrier()
+        with served(Path(cache), kind, **given) as tree:
+            assert tree.fetch(prompt(5, 9)) == [b""] * len(stored)
+            assert tree.fetch([*prompt(5), *prompt(1, 9)]) == stored
+            torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_latent_kv_that_one_rank_stores_comes_back_on_both(cache: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=rank, args=(str(cache), number)) for number in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(PATIENCE_S)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]

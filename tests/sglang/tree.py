@@ -19,9 +19,10 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import common
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -36,18 +37,22 @@ PATIENCE_S = 60
 
 
 def kv_pool(kind: str) -> Any:
-    """K and V, or latent KV with an indexer."""
+    """K and V, or latent KV, alone or with an indexer."""
     if kind == "dsa":
         return linked.dsa(LAYERS)
-    return MHATokenToKVPool(
-        size=TOKENS, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=32, layer_num=LAYERS, **linked.COMMON
-    )
+    common = {"size": TOKENS, "page_size": PAGE, "dtype": torch.bfloat16, "layer_num": LAYERS, **linked.COMMON}
+    if kind == "mla":
+        return MLATokenToKVPool(kv_lora_rank=linked.LATENT, qk_rope_head_dim=linked.ROPE, **common)
+    return MHATokenToKVPool(head_num=2, head_dim=32, **common)
 
 
 def _parts(host: Any, device: Any, layer: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """A layer's buffers as rows on the host and on the device, and the indices of one row."""
     if isinstance(host, DSAIndexerPoolHost):
         return [(host.index_k_with_scale_buffer[:, layer], device.index_k_with_scale_buffer[layer], PAGE)]
+    if isinstance(host, MambaPoolHost):
+        kinds = zip([host.temporal_buffer, *host.conv_buffer], [host.temporal_device_layers, *host.conv_device_layers], strict=True)
+        return [(on_host[:, layer], on_device[layer], 1) for on_host, on_device in kinds]
     if isinstance(host, MLATokenToKVPoolHost):
         return [(host.kv_buffer[:, layer], device.kv_buffer[layer], 1)]
     return [(host.kv_buffer[0][:, layer], device.k_buffer[layer], 1), (host.kv_buffer[1][:, layer], device.v_buffer[layer], 1)]
@@ -60,15 +65,16 @@ def _load(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, l
 
 
 def _back_up(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str, **_: Any) -> None:
-    for layer in range(LAYERS):
+    layers = self.num_mamba_layers if isinstance(self, MambaPoolHost) else self.layer_num
+    for layer in range(layers):
         for host, device, step in _parts(self, device_pool, layer):
             rows = device[device_indices[::step] // step]
             host[host_indices[::step] // step] = rows.reshape(len(rows), *host.shape[1:])
 
 
 @contextmanager
-def served(cache: Path, kind: str = "mha", **more: Any) -> Iterator[Tree]:
-    """A server's tree with HiCache, made as SGLang's scheduler makes it."""
+def served(cache: Path, kind: str = "mha", *, group: Any = None, rank: int = 0, size: int = 1, **more: Any) -> Iterator[Tree]:
+    """A server's tree with HiCache, made as SGLang's scheduler makes it; that of one of the ranks of a `group`."""
     extra = world.extra(cache, prefetch_threshold=1, **more)
     args = ServerArgs(
         model_path="dummy",
@@ -85,22 +91,31 @@ def served(cache: Path, kind: str = "mha", **more: Any) -> Iterator[Tree]:
         context_length=TOKENS,
     )
     with ExitStack() as stack:
-        stack.enter_context(get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1))
-        for pool in (MHATokenToKVPoolHost, MLATokenToKVPoolHost, DSAIndexerPoolHost):
+        ranks = {"tp_rank": rank, "tp_size": size, "attn_tp_rank": rank, "attn_tp_size": size, "moe_tp_size": size}
+        stack.enter_context(get_parallel().override(pp_rank=0, pp_size=1, **ranks))
+        for pool in (MHATokenToKVPoolHost, MLATokenToKVPoolHost, DSAIndexerPoolHost, MambaPoolHost):
             stack.enter_context(mock.patch.object(pool, "load_to_device_per_layer", _load))
             stack.enter_context(mock.patch.object(pool, "backup_from_device_all_layer", _back_up))
         stack.enter_context(mock.patch.object(common, "_cuda_host_register"))
         stack.enter_context(mock.patch.object(common, "_cuda_host_unregister"))
         stack.enter_context(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override("python"))
         set_global_server_args_for_scheduler(args)
-        device = kv_pool(kind)
+        components = [ComponentType.FULL]
+        if kind == "hybrid":
+            args._mamba_cache_chunk_size = PAGE
+            components.append(ComponentType.MAMBA)
+            requests, device = linked.hybrid()
+        else:
+            requests, device = ReqToTokenPool(size=16, max_context_len=TOKENS, device="cpu", enable_memory_saver=False), kv_pool(kind)
         allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", device, False)
         given = CacheInitParams(
             disable=False,
-            req_to_token_pool=ReqToTokenPool(size=16, max_context_len=TOKENS, device="cpu", enable_memory_saver=False),
+            req_to_token_pool=requests,
             token_to_kv_pool_allocator=allocator,
             page_size=PAGE,
-            tree_components=(ComponentType.FULL,),
+            tree_components=tuple(components),
+            enable_mamba_extra_buffer=kind == "hybrid",
+            tp_cache_group=group,
         )
         tree = UnifiedRadixCache(given)
         tree.init_hicache(args, given)
@@ -109,14 +124,15 @@ def served(cache: Path, kind: str = "mha", **more: Any) -> Iterator[Tree]:
         # Made for pools of another size than these.
         tree.cache_controller.prefetch_capacity_limit = TOKENS
         stack.callback(tree.shutdown)
-        yield Tree(tree, allocator, device)
+        yield Tree(tree, allocator, device, requests)
 
 
 class Tree:
     """What SGLang's scheduler does with the tree."""
 
-    def __init__(self, tree: Any, allocator: Any, device: Any) -> None:
-        self.tree, self.allocator, self.device = tree, allocator, device
+    def __init__(self, tree: Any, allocator: Any, device: Any, requests: Any) -> None:
+        self.tree, self.allocator, self.device, self.requests = tree, allocator, device, requests
+        self.mamba = getattr(requests, "mamba_pool", None)
         self._attempts = iter(range(10_000))
 
     def _step_until(self, done: Callable[[], bool]) -> None:
@@ -133,9 +149,15 @@ class Tree:
         for buffer, step in self._buffers():
             raw, rows = buffer.view(torch.uint8), slots[::step] // step
             raw[rows] = torch.randint(0, 256, raw[rows].shape, dtype=torch.uint8, generator=generator)
-        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        given = InsertParams(key=RadixKey(array("q", tokens)), value=slots)
+        if self.mamba is not None:
+            given.mamba_value = self.requests.mamba_allocator.alloc(1)
+            for buffer in self._states():
+                raw = buffer.view(torch.uint8)
+                raw[:, given.mamba_value] = torch.randint(0, 256, raw[:, given.mamba_value].shape, dtype=torch.uint8, generator=generator)
+        self.tree.insert(given)
         self._step_until(lambda: not self.tree.ongoing_write_through and not self.tree.ongoing_backup)
-        return self.content(slots)
+        return self.content(slots, given.mamba_value)
 
     def fetch(self, tokens: list[int]) -> list[bytes]:
         """Has a prompt read from the drive into host memory, and from there into the device: the bytes of the pages that came."""
@@ -150,14 +172,30 @@ class Tree:
             self._step_until(lambda: not self.tree.ongoing_load_back)
         found = self.tree.match_prefix(MatchPrefixParams(key=key))
         assert found.host_hit_length == 0
-        return self.content(self.tree.path_device_indices(found.last_device_node))
+        slots = self.tree.path_device_indices(found.last_device_node)
+        return self.content(slots, self._state_of(found.last_device_node) if len(slots) else None)
 
-    def content(self, slots: torch.Tensor) -> list[bytes]:
-        """All bytes of these slots, buffer by buffer."""
-        return [linked.raw_bytes(buffer[slots[::step] // step]) for buffer, step in self._buffers()]
+    def _state_of(self, node: Any) -> Any:
+        """The slot of the recurrent state after a node."""
+        if self.mamba is None:
+            return None
+        return self.tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+
+    def content(self, slots: torch.Tensor, state: Any = None) -> list[bytes]:
+        """All bytes of these slots, buffer by buffer, and of the recurrent state."""
+        found = [linked.raw_bytes(buffer[slots[::step] // step]) for buffer, step in self._buffers()]
+        if self.mamba is not None:
+            found += [b"" if state is None else linked.raw_bytes(buffer[:, state]) for buffer in self._states()]
+        return found
+
+    def _states(self) -> list[torch.Tensor]:
+        return [self.mamba.mamba_cache.temporal, *self.mamba.mamba_cache.conv]
 
     def _buffers(self) -> list[tuple[torch.Tensor, int]]:
         """The device's buffers, each with the indices of one row."""
         if hasattr(self.device, "index_k_with_scale_buffer"):
             return [*((b, 1) for b in self.device.kv_buffer), *((b, PAGE) for b in self.device.index_k_with_scale_buffer)]
+        device = getattr(self.device, "full_kv_pool", self.device)
+        if hasattr(device, "kv_buffer"):
+            return [(b, 1) for b in device.kv_buffer]
         return [(b, 1) for b in (*self.device.k_buffer, *self.device.v_buffer)]

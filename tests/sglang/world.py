@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import ninja
 
 # SGLang compiles its hash of pages at first use, and looks for ninja on the path.
@@ -82,14 +83,14 @@ def mha(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, heads: 
     )
 
 
-def mla(layout: str = "page_first") -> MLATokenToKVPoolHost:
+def mla(layout: str = "page_first", latent: int = 64, rope: int = 16, page: int = PAGE) -> MLATokenToKVPoolHost:
     """A host pool of compressed rows, which all ranks hold alike."""
     device = MLATokenToKVPool(
         size=TOKENS,
-        page_size=PAGE,
+        page_size=page,
         dtype=torch.bfloat16,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=rope,
         layer_num=LAYERS,
         device="cpu",
         enable_memory_saver=False,
@@ -99,7 +100,7 @@ def mla(layout: str = "page_first") -> MLATokenToKVPoolHost:
         info,
         1.0,
         0,
-        PAGE,
+        page,
         layout,
         pin_memory=False,
         device_capacity_tokens=TOKENS,
@@ -109,10 +110,10 @@ def mla(layout: str = "page_first") -> MLATokenToKVPoolHost:
     )
 
 
-def mamba(layout: str = "page_first") -> Any:
-    """A host pool of recurrent state: two kinds of tensors, one slot a page."""
+def mamba(layout: str = "page_first", heads: int = 2, state: int = 16, beside: tuple[torch.Tensor, ...] = ()) -> Any:
+    """A host pool of recurrent state: two kinds of tensors, one slot a page; with tensors `beside` them it has no regions."""
     shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=2, head_dim=16, state_size=16, conv_kernel=4
+        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=heads, head_dim=16, state_size=state, conv_kernel=4
     )
     pool = MambaPool(
         size=TOKENS // PAGE,
@@ -121,7 +122,7 @@ def mamba(layout: str = "page_first") -> Any:
         mamba_layer_ids=list(range(LAYERS)),
         device="cpu",
     )
-    info = pool.get_device_pool_infos()[0].buffer_info
+    info = msgspec.structs.replace(pool.get_device_pool_infos()[0].buffer_info, extra_checkpoint_buffers=beside)
     return MambaPoolHost(info, 1.0, 0, device_capacity=TOKENS // PAGE, pin_memory=False, layout=layout)
 
 
@@ -139,7 +140,12 @@ def pages(pool: Any, first: int, count: int) -> torch.Tensor:
 
 def content(pool: Any, page: int) -> bytes:
     """A page's bytes in the pool's own flat form."""
-    return pool.get_data_page(page * pool.page_size).contiguous().view(torch.uint8).numpy().tobytes()
+    return raw_bytes(pool.get_data_page(page * pool.page_size))
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def names(count: int, salt: str = "") -> list[str]:

@@ -10,7 +10,8 @@ Invariants:
 - What a lookup promised is kept from eviction until its load has ended, for as long as `load_timeout_ms` says and the share of the
   capacity for it (`lease_share`) allows.
 - All ranks refuse a load, or none: they agree on it. Whether an offload is taken depends on its transfers alone.
-- No wait is without a bound: a load ends when `load_timeout_ms` is over, whatever the drive does.
+- A load ends when `load_timeout_ms` is over, whatever the drive does. What a device still does to SGLang's slots is waited for, and the
+  log says so: SGLang would use them for other KV. Only `close` leaves it alone after a while; the pools stay alive then.
 - When `finish_layer_wise_loading` returns, no byte of that batch's slots is written any more.
 - Nothing is raised into SGLang once it runs. What is wrong with settings, pools or version is raised at the start.
 - Once SGLang has exchanged its weights nothing is promised, loaded or stored (`weights.py`).
@@ -51,6 +52,8 @@ MOST_PROMISES = 1024
 PAUSE_S = 30.0
 #: Causes of missing pages that do not speak against the drive: they are computed and stored anew.
 DAMAGE = {"not_found", "corrupt", "short_io", "prefix"}
+#: How long `close` waits for each thread and each engine; after so long the log also names what other
+#: calls wait for.
 CLOSE_TIMEOUT_MS = 30_000
 
 
@@ -230,7 +233,8 @@ class Linker(UnifiedCacheLinker):
             if transfer.device_indices is None or transfer.device_indices.numel() != len(keys) * source.page_size:
                 raise ValueError(f"pool {transfer.name}: the indices are not those of {len(keys)} pages")
             pages, pins = source.find(keys, self._timeout_ms)
-            if pages < len(keys):
+            # What could be evicted before the load begins would end the request.
+            if pages < len(keys) or pins.pinned_chunks < pages:
                 return None
             parts.append(Part(source, keys, transfer.device_indices, pins))
         return parts
@@ -263,7 +267,7 @@ class Linker(UnifiedCacheLinker):
         if batch is None:
             return True
         has_landed = self.layer_done_counter.finish(counter_index)
-        batch.ended.wait()
+        _wait_for("a load", batch.ended.wait)
         return has_landed and batch.is_good
 
     def _load_batch(self, batch: Batch) -> None:
@@ -281,10 +285,10 @@ class Linker(UnifiedCacheLinker):
                 self._expect(load.wait().tokens, load, part)
             batch.is_good = True
         except BaseException as error:  # noqa: BLE001  (the forward pass waits for these layers)
-            for load, _ in loads:
-                load.cancel()
             self._note_failure(error)
             self.layer_done_counter.fail(batch.index, error)
+            for load, _ in loads:
+                load.cancel()
         finally:
             for part in batch.parts:
                 part.pins = None
@@ -363,8 +367,8 @@ class Linker(UnifiedCacheLinker):
         """Waits for loads and offloads under way and forgets all promises. What is stored stays."""
         self._pending.clear()
         self._promises.clear()
-        self._loader.idle()
-        self._saver.idle()
+        _wait_for("loads", self._loader.idle)
+        _wait_for("offloads", self._saver.idle)
         for offload in self._offloads:
             # Drops the handles: what was not copied out of SGLang's slots yet is not stored.
             offload.stores.clear()
@@ -380,8 +384,9 @@ class Linker(UnifiedCacheLinker):
         self._promises.clear()
         # The threads finish what was queued. Stores under way then have the time-out of the
         # engines' close.
-        self._loader.close()
-        self._saver.close()
+        for what, worker in (("loads", self._loader), ("offloads", self._saver)):
+            if not worker.close(CLOSE_TIMEOUT_MS / 1000):
+                logger.warning("%s have not ended %d s after SGLang closed the cache, and are left alone", what, CLOSE_TIMEOUT_MS / 1000)
         for source in self._sources.values():
             self._quiet.guarded("closed", lambda source=source: source.engine.close(CLOSE_TIMEOUT_MS), None)
         self._offloads.clear()
@@ -401,21 +406,32 @@ class _Worker:
     def give(self, task: Any) -> None:
         self._tasks.put(task)
 
-    def idle(self) -> None:
-        """Waits until all that was given is done."""
-        self._tasks.join()
+    def idle(self, seconds: float) -> bool:
+        """Whether all that was given is done; waits for it as long."""
+        with self._tasks.all_tasks_done:
+            return self._tasks.all_tasks_done.wait_for(lambda: self._tasks.unfinished_tasks == 0, seconds)
 
-    def close(self) -> None:
+    def close(self, seconds: float) -> bool:
+        """Ends the thread after what was given; whether it has ended in time."""
         self.is_closed = True
         self._tasks.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
                 self._do(task)
+            except Exception:  # noqa: BLE001  (the next task is waited for)
+                logger.exception("a thread of the external linker met an error")
             finally:
                 self._tasks.task_done()
+
+
+def _wait_for(what: str, is_over: Callable[[float], bool]) -> None:
+    """Waits, however long it takes, with a word in the log now and then."""
+    while not is_over(CLOSE_TIMEOUT_MS / 1000):
+        logger.warning("SGLang waits for %s: their slots cannot be used for other KV before they have ended", what)
 
 
 class _Order:
