@@ -148,13 +148,17 @@ def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Setting
 
 def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | None:
     """What keeps vLLM from a right end after a failed layer-wise load, and the remedy."""
+    # What was seen of these three under either policy: docs/lab/vllm.md.
     if kv.ranks.pp > 1:
         return (
-            "pipeline parallelism: the next steps may be under way before vLLM knows of a failed load; start with "
-            "--pipeline-parallel-size 1"
+            "pipeline parallelism: the next steps may be under way before vLLM knows of a failed load, and no real vLLM with "
+            "stages has shown that it ends the request in time; start with --pipeline-parallel-size 1"
         )
     if len(kv.block_tokens) > 1:
-        return "several KV cache groups: a failed load cannot be reported to vLLM; start with --disable-hybrid-kv-cache-manager"
+        return (
+            "several KV cache groups: a load that fails within a step cannot be reported to vLLM; start with "
+            "--disable-hybrid-kv-cache-manager"
+        )
     model = getattr(vllm_config.model_config, "hf_text_config", None)
     if any(getattr(model, name, None) is not None for name in SPARSE):
         return "sparse attention: vLLM does not wait for the layers of this model; set use_layerwise: false"
@@ -162,8 +166,8 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
         return "microbatches: vLLM says that a layer is computed when its first half is; start without --enable-dbo and --ubatch-size"
     if any(window is not None for window in kv.windows):
         return (
-            "a sliding window: after a failed load vLLM goes back to tokens whose window it has given away; start with "
-            "--disable-hybrid-kv-cache-manager where other layers have none"
+            "a sliding window: workers name no blocks of a load that fails within a step there, so vLLM would send wrong tokens; with "
+            "kv_load_failure_policy: recompute it would also go back to tokens whose window it has given away; set use_layerwise: false"
         )
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None

@@ -103,10 +103,14 @@ def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
 
 
 def with_ranks(made: Shape, ranks: dict[str, Any]) -> Shape:
-    """The same server with these ranks; with pipeline stages loads within a step are refused, and vLLM's first runner runs no step ahead."""
+    """The same server with these ranks; with pipeline stages loads within a step are refused, and vLLM's first runner runs no step ahead.
+
+    With `failing` they are kept: who runs such servers lifts the refusal.
+    """
     second = made.second_runner or (made.asynchronous and ranks.get("stages", 1) > 1)
     made = dataclasses.replace(made, second_runner=second, **ranks)
-    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or made.stages == 1}
+    is_kept = made.stages == 1 or made.policy == "fail"
+    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or is_kept}
     return dataclasses.replace(made, settings=settings)
 
 

@@ -2,6 +2,9 @@
 
 It shows what vLLM does with a failed synchronous load, whoever's it is. Nothing of Forebay is in it. Requests whose name begins with
 `plain` are promised nothing.
+
+It names blocks, or with `"reports": "requests"` in `kv_connector_extra_config` requests, as vLLM asks of a connector where there are
+several KV cache groups; with `"over": true` it says with them that their loads are over.
 """
 
 from __future__ import annotations
@@ -9,7 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -19,12 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Promised(KVConnectorMetadata):
-    """Blocks that this step was to load."""
+    """Blocks that this step was to load, and for whom."""
 
     blocks: set[int] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)
 
 
-class RejectingConnector(KVConnectorBase_V1):
+#: In the place of a block that has left a sliding window: every request may have it.
+NULL_BLOCK = 0
+
+
+class RejectingConnector(KVConnectorBase_V1, SupportsHMA):
     """Promises each prompt once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,6 +45,9 @@ class RejectingConnector(KVConnectorBase_V1):
         super().__init__(*args, **kwargs)
         self._promised: dict[str, int] = {}
         self._blocks: set[int] = set()
+        self._requests: set[str] = set()
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._names_requests, self._says_over = extra.get("reports") == "requests", extra.get("over", False)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -50,14 +66,22 @@ class RejectingConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """These blocks are not going to be loaded."""
         if num_external_tokens > 0:
-            (table,) = blocks.get_block_ids()
             last = request.num_prompt_tokens - 1
-            self._blocks |= set(table[: last // self._vllm_config.cache_config.block_size])
+            for table in blocks.get_block_ids():
+                self._blocks |= set(table[: last // self._vllm_config.cache_config.block_size]) - {NULL_BLOCK}
+            self._requests.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Promised:
         """They fail in this step."""
-        blocks, self._blocks = self._blocks, set()
-        return Promised(blocks)
+        promised = Promised(self._blocks, self._requests)
+        self._blocks, self._requests = set(), set()
+        return promised
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keeps nothing."""
+        return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Nothing is ever loaded."""
@@ -74,8 +98,16 @@ class RejectingConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Stores nothing."""
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Says so of requests."""
+        failed = self._promised_now().requests if self._names_requests else set()
+        return KVConnectorTransferResults(finished_recving=set(failed) if self._says_over else set(), failed_recving=set(failed))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Says so."""
+        """Says so of blocks."""
+        return set() if self._names_requests else self._promised_now().blocks
+
+    def _promised_now(self) -> Promised:
         meta = self._get_connector_metadata()
         assert isinstance(meta, Promised)
-        return meta.blocks
+        return meta

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forebay.vllm import checks
@@ -82,12 +83,23 @@ def test_vllm_shares_blocks_of_a_failed_synchronous_load_before_they_are_compute
 
 FAILING = REJECTING | {"policy": "fail"}
 AHEAD = pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
+#: All layers have a window, or the model's layers are those of several stages.
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"windows": (50,)}, "stages": {"stages": 3}}
+WINDOWS_AND_STAGES = pytest.mark.parametrize("kind", KINDS)
+
+
+def failing(kind: str, asynchronous: bool, second: bool, **more: Any) -> Shape:
+    """A server of this kind whose loads fail."""
+    if kind == "stages" and asynchronous and not second:
+        pytest.skip("stages ahead need vLLM's second runner")
+    return Shape(asynchronous=asynchronous, second_runner=second, **FAILING, **KINDS[kind], **more)
 
 
 @RUNNERS
 @AHEAD
-def test_vllm_ends_one_request_with_an_error_and_no_token(asynchronous: bool, second: bool, tmp_path: Path) -> None:
-    server = Server(Shape(asynchronous=asynchronous, second_runner=second, **FAILING), tmp_path)
+@WINDOWS_AND_STAGES
+def test_vllm_ends_one_request_with_an_error_and_no_token(kind: str, asynchronous: bool, second: bool, tmp_path: Path) -> None:
+    server = Server(failing(kind, asynchronous, second), tmp_path)
     server.runner.strict = False
     server.ask("a", PROMPT, 6)
     run(server)
@@ -103,8 +115,9 @@ def test_vllm_ends_one_request_with_an_error_and_no_token(asynchronous: bool, se
 
 @RUNNERS
 @AHEAD
-def test_vllm_ends_requests_that_share_the_blocks_too(asynchronous: bool, second: bool, tmp_path: Path) -> None:
-    server = Server(Shape(asynchronous=asynchronous, second_runner=second, batch_tokens=512, **FAILING), tmp_path)
+@WINDOWS_AND_STAGES
+def test_vllm_ends_requests_that_share_the_blocks_too(kind: str, asynchronous: bool, second: bool, tmp_path: Path) -> None:
+    server = Server(failing(kind, asynchronous, second, batch_tokens=512), tmp_path)
     server.runner.strict = False
     server.ask("a", PROMPT, 6)
     server.ask("plain", [*PROMPT, 7], 6)
@@ -114,10 +127,11 @@ def test_vllm_ends_requests_that_share_the_blocks_too(asynchronous: bool, second
 
 @RUNNERS
 @AHEAD
+@WINDOWS_AND_STAGES
 def test_vllm_keeps_the_blocks_of_an_aborted_request_in_its_prefix_cache(
-    asynchronous: bool, second: bool, tmp_path: Path
+    kind: str, asynchronous: bool, second: bool, tmp_path: Path
 ) -> None:
-    server = Server(Shape(asynchronous=asynchronous, second_runner=second, **FAILING), tmp_path)
+    server = Server(failing(kind, asynchronous, second), tmp_path)
     server.runner.strict = False
     server.ask("a", PROMPT, 6)
     # As a client that goes away while the step runs.
@@ -146,6 +160,55 @@ def test_vllm_preempts_no_request_before_the_failure_is_known(second: bool, tmp_
     assert server.asked["plain"].output == generated(list(range(200, 245)), 20)
 
 
+#: With and without a window: what vLLM says depends on the number of groups alone.
+GROUPS = pytest.mark.parametrize("windows", [(None, 50), (None, None)], ids=["window", "full"])
+
+
+@RUNNERS
+@AHEAD
+@GROUPS
+def test_vllm_raises_where_blocks_are_named_and_there_are_several_groups(
+    windows: tuple[int | None, ...], asynchronous: bool, second: bool, tmp_path: Path
+) -> None:
+    server = Server(Shape(asynchronous=asynchronous, second_runner=second, windows=windows, **FAILING), tmp_path)
+    server.ask("a", PROMPT, 6)
+    with pytest.raises(RuntimeError, match="not supported for models with multiple KV cache groups"):
+        run(server)
+
+
+@RUNNERS
+@AHEAD
+@GROUPS
+def test_vllm_sends_wrong_tokens_where_requests_are_named_whose_load_within_a_step_failed(
+    windows: tuple[int | None, ...], asynchronous: bool, second: bool, tmp_path: Path
+) -> None:
+    # As vLLM's error above asks. It looks at requests that wait for their load, and this one runs.
+    named = {"settings": {"reports": "requests"}}
+    server = Server(Shape(asynchronous=asynchronous, second_runner=second, windows=windows, **FAILING, **named), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT, 6)
+    run(server)
+    assert server.runner.wrong
+    assert (server.asked["a"].finished, len(server.asked["a"].output)) == ("length", 6)
+    assert server.asked["a"].output != generated(PROMPT, 6)
+
+
+@RUNNERS
+@AHEAD
+@GROUPS
+def test_vllm_raises_where_loads_within_a_step_are_said_to_be_over(
+    windows: tuple[int | None, ...], asynchronous: bool, second: bool, tmp_path: Path
+) -> None:
+    # vLLM's aggregator passes a failed request on only where its load is over.
+    named = {"settings": {"reports": "requests", "over": True}}
+    server = Server(Shape(asynchronous=asynchronous, second_runner=second, windows=windows, **FAILING, **named), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT, 6)
+    with pytest.raises(AssertionError) as raised:
+        run(server)
+    assert raised.traceback[-1].name == "_update_from_kv_xfer_finished"
+
+
 @pytest.mark.parametrize(
     "shape, flag",
     [
@@ -157,7 +220,7 @@ def test_vllm_preempts_no_request_before_the_failure_is_known(second: bool, tmp_
     ],
     ids=["async", "prefix-caching", "window", "groups", "stages"],
 )
-def test_layerwise_loads_are_refused_where_vllm_does_that(shape: Shape, flag: str, tmp_path: Path) -> None:
+def test_layerwise_loads_are_refused_where_a_failed_one_would_do_harm(shape: Shape, flag: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=flag):
         Server(dataclasses.replace(shape, settings={"use_layerwise": True}), tmp_path)
 
