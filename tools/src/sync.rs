@@ -136,7 +136,7 @@ pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
     })?;
     let store = RemoteStore::open(&options)?;
     stop::listen()?;
-    let sync = Sync { settings, options, context };
+    let mut sync = Sync { settings, options, context };
     let mut reports = Reports::default();
     let is_whole;
     if up {
@@ -244,13 +244,14 @@ struct Sync<'a> {
 
 impl Sync<'_> {
     /// The shards of the drives, with the chunks of prompts that they hold; whether these are all.
-    fn local_shards(&self, args: &SyncArgs) -> Result<(Vec<Job<LocalChunk>>, bool)> {
+    fn local_shards(&mut self, args: &SyncArgs) -> Result<(Vec<Job<LocalChunk>>, bool)> {
         let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
         let mut geometries: HashMap<(String, String), Result<Geometry>> = HashMap::new();
         let (mut is_whole, mut unread) = (true, Vec::new());
-        for drive in &self.settings.drives {
+        for drive in std::mem::take(&mut self.settings.drives) {
             let (found, unreadable) = match shards(&drive.path) {
                 Ok(found) => found,
+                // The other drives' chunks can be uploaded all the same.
                 Err(e) => {
                     unread.push(e);
                     continue;
@@ -273,10 +274,10 @@ impl Sync<'_> {
                 }
                 by_place.entry(place).or_default().extend(slots);
             }
+            self.settings.drives.push(drive);
         }
-        // The other drives' chunks can be uploaded all the same.
         is_whole &= unread.is_empty();
-        if unread.len() == self.settings.drives.len()
+        if self.settings.drives.is_empty()
             && let Some(e) = unread.pop()
         {
             return Err(e);
