@@ -180,7 +180,7 @@ vllm-harness: python
 	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q harness --vllm 0.32 & first=$$!; trap 'kill $$first' INT TERM; \
 		$$python -m pytest -q harness --vllm 0.33; second=$$?; wait $$first && exit $$second; }
 
-# LMCache's own server and tools over Forebay (docs/lmcache.md). `lmcache-ci` is the part of `make test`: a minute.
+# LMCache's own server and tools over Forebay (docs/lmcache.md). `lmcache-ci` is the part of `make test`: two to three minutes.
 lmcache-ci: python
 	python=$$($(LMCACHE)) && cd tests/lmcache && $$python -m pytest -q --durations=5 -m ci
 
