@@ -277,12 +277,11 @@ impl Sync<'_> {
             self.settings.drives.push(drive);
         }
         is_whole &= unread.is_empty();
-        if self.settings.drives.is_empty()
-            && let Some(e) = unread.pop()
-        {
+        let last = if self.settings.drives.is_empty() { unread.pop() } else { None };
+        unread.iter().for_each(|e| out::tell(&format!("passed over {e}")));
+        if let Some(e) = last {
             return Err(e);
         }
-        unread.iter().for_each(|e| out::tell(&format!("passed over {e}")));
         let mut jobs = Vec::new();
         for ((namespace, shard), slots) in by_place {
             let geometry = match geometries.remove(&(namespace.clone(), shard.clone())) {

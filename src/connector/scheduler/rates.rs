@@ -3,8 +3,7 @@
 //!
 //! Computing is measured here and not by the workers, which on an accelerator only see launches. A
 //! step's time begins when it is scheduled, or when the output of the step before has come if that
-//! is later, and ends when its own output comes. Loads are measured by the workers, but not those
-//! within a step that were over before it came to its last layer: on a CPU computing slows them.
+//! is later, and ends when its own output comes.
 //!
 //! Invariants: nothing is refused before both rates were measured often enough, one strange
 //! measurement decides nothing, and one in [`TRY_EVERY`] that would be refused is let through.

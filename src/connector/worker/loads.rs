@@ -1,7 +1,7 @@
 //! The worker's loads: started, polled, ended, and reported where they failed. Also its answers to
 //! questions, and its prefetches.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question};
 use super::Worker;
@@ -14,17 +14,9 @@ use crate::key::Extra;
 pub(super) struct Loading {
     order: LoadOrder,
     load: Load,
-    /// When its step came to its last layer, where steps wait on the host.
-    last_layer_at: Option<Instant>,
 }
 
 impl Loading {
-    /// Whether its step never waited for its end. Then its time says little: computing takes the
-    /// processors from it, and nobody needs it faster.
-    fn kept_ahead(&self) -> bool {
-        self.last_layer_at.is_some_and(|at| self.load.times().end <= at)
-    }
-
     /// Whether stores of `req_id` in this step may be computed from it.
     fn concerns(&self, req_id: &str) -> bool {
         !self.order.asynchronous || self.order.req_id == req_id
@@ -139,7 +131,7 @@ impl Worker {
         self.pins.remove(&order.req_id);
         self.prefetches.remove(&order.req_id);
         match load {
-            Ok(load) => self.loads.push(Loading { order, load, last_layer_at: None }),
+            Ok(load) => self.loads.push(Loading { order, load }),
             Err(e) => {
                 tracing::warn!(error = %e, req_id = order.req_id, "a load was refused; the request is computed");
                 self.refuse_load(&order);
@@ -212,17 +204,25 @@ impl Worker {
 
     fn end_loads(&mut self, mut over: Vec<Loading>) {
         over.sort_by_key(|loading| loading.load.times().end);
-        for loading in over {
-            let is_measured = !loading.kept_ahead();
-            let Loading { order, load, .. } = loading;
-            let result = load.wait();
-            let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
-            self.stats.loaded_tokens += loaded;
-            if is_measured {
-                self.measure(&load, &result, loaded);
-            }
+        for Loading { order, load } in over {
+            let (result, times, (hits, chunks)) = (load.wait(), load.times(), load.memory_hits());
             // After the drop nothing writes the blocks any more, also where the load timed out.
             drop(load);
+            let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
+            self.stats.loaded_tokens += loaded;
+            if hits == chunks {
+                self.report.memory_tokens += loaded;
+                self.report.memory_s += self.busy_memory.add(&times).as_secs_f64();
+            } else {
+                let chunk = u64::from(self.engine.geometry().chunk_tokens);
+                let beside = loaded.min(hits as u64 * chunk);
+                // Where a drive brought nothing in time, one chunk counts as if it had come then:
+                // otherwise a drive that is always late would never be measured.
+                let least = if result.missed(MissCause::TimedOut) > 0 { chunk } else { 0 };
+                self.report.loaded_tokens += (loaded - beside).max(least);
+                self.report.beside_tokens += beside;
+                self.report.load_s += self.busy.add(&times).as_secs_f64();
+            }
             if result.missed(MissCause::TimedOut) > 0 {
                 let (req_id, wanted, timeout_ms) =
                     (&order.req_id, order.stop - order.computed, self.options.load_timeout_ms);
@@ -242,24 +242,6 @@ impl Worker {
                 self.received.push(order.req_id);
             }
         }
-    }
-
-    /// Counts the time of a load that has ended, and the tokens that it brought.
-    fn measure(&mut self, load: &Load, result: &LoadResult, loaded: u64) {
-        let (times, (hits, chunks)) = (load.times(), load.memory_hits());
-        if hits == chunks {
-            self.report.memory_tokens += loaded;
-            self.report.memory_s += self.busy_memory.add(&times).as_secs_f64();
-            return;
-        }
-        let chunk = u64::from(self.engine.geometry().chunk_tokens);
-        let beside = loaded.min(hits as u64 * chunk);
-        // Where a drive brought nothing in time, one chunk counts as if it had come then: otherwise
-        // a drive that is always late would never be measured.
-        let least = if result.missed(MissCause::TimedOut) > 0 { chunk } else { 0 };
-        self.report.loaded_tokens += (loaded - beside).max(least);
-        self.report.beside_tokens += beside;
-        self.report.load_s += self.busy.add(&times).as_secs_f64();
     }
 
     /// Forgets requests; loads of them are cancelled, and over when this returns.
@@ -302,15 +284,10 @@ impl Worker {
     /// # Errors
     /// What the driver says.
     pub fn wait_for_layer_load(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
-        for loading in self.loads.iter_mut().filter(|l| !l.order.asynchronous && layer < l.load.layers()) {
+        for loading in self.loads.iter().filter(|l| !l.order.asynchronous && layer < l.load.layers()) {
             match stream {
                 Some(stream) => loading.load.wait_layer_on(layer, stream)?,
-                None => {
-                    if layer + 1 == loading.load.layers() {
-                        loading.last_layer_at.get_or_insert_with(Instant::now);
-                    }
-                    loading.load.wait_layer_landed(layer)?
-                }
+                None => loading.load.wait_layer_landed(layer)?,
             };
         }
         Ok(())

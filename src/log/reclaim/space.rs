@@ -25,7 +25,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
                 let (poor, numbered) = (is_poor(volume), has_a_number(&lane));
-                // Asked once: a seal that ends meanwhile wakes this thread again.
+                // Asked once: after a seal that ends meanwhile this thread looks again.
                 let awaits = awaits_seals(volume);
                 let helped = if numbered { free_some(volume, poor, awaits) } else { segment::reclaim_own(volume) };
                 if !helped {

@@ -101,6 +101,8 @@ impl Prompt {
         }
         let mut fields = parsed.fields;
         fields.retain(|name, value| SENT_ON.contains(&name.as_str()) && !value.is_null());
+        // The journal knows a prompt by its request, in whatever order the line has its fields.
+        fields.sort_keys();
         if fields.get("cache_salt").is_some_and(|salt| !salt.is_string()) {
             return Err("cache_salt is not a text".to_owned());
         }
@@ -128,10 +130,11 @@ impl Prompt {
 
     /// The path and the body of a request that makes the server compute the prompt and one token.
     pub(crate) fn request(&self, default_model: &str) -> (&'static str, Value) {
-        let mut body = self.fields.clone();
+        let mut body = Map::new();
         body.insert("model".to_owned(), json!(self.model.as_deref().unwrap_or(default_model)));
         body.insert("max_tokens".to_owned(), json!(1));
         body.insert("temperature".to_owned(), json!(0));
+        body.extend(self.fields.clone());
         let (path, field, value) = match &self.content {
             Content::Text(text) => ("/v1/completions", "prompt", json!(text)),
             Content::Tokens(ids) => ("/v1/completions", "prompt", json!(ids)),
