@@ -95,7 +95,6 @@ class Bench:
         self.model = "tiny" if args.dry_run else "llama-3.1-8b"
 
     # -- measuring
-    # --------------------------------------------------------------------------------------------------------
     def row(self, title, target, figure, detail="", raw=None):
         self.rows.append({"title": title, "target": target, "figure": figure, "detail": detail, "raw": raw})
         progress(f"{title}: {figure} {detail}")
@@ -133,7 +132,6 @@ class Bench:
         return run
 
     # -- what is measured
-    # -------------------------------------------------------------------------------------------------
     def kernels(self):
         chunks = 2 if self.args.dry_run else 32
         for ctas, name in [(0, "no limit of thread blocks"), (DEFAULT_CTAS, f"{DEFAULT_CTAS} thread blocks, the default")]:
@@ -292,7 +290,6 @@ class Bench:
                  f"its KV is {need / GIB:.2f} GiB: loading it is faster from {need / s / 1e9:.2f} GB/s on")
 
     # -- the report
-    # -------------------------------------------------------------------------------------------------------
     def machine(self):
         def said(*argv):
             try:

@@ -52,7 +52,6 @@ class Bench:
         self.checked_file = os.path.join(directory, "fio-checked.bin")
 
     # -- the two programs
-    # -------------------------------------------------------------------------------------------------
     def fio(self, rw, point, size, extra=()):
         bs, depth, jobs = point
         name = self.fio_file if rw in ("read", "rw", "randrw") else self.write_file
@@ -91,7 +90,6 @@ class Bench:
         return got
 
     # -- measuring
-    # --------------------------------------------------------------------------------------------------------
     def sweep(self, rw, size):
         """fio's best point, by the clock that it is compared by; the drive's speed swings, so the points are run in turns."""
         points = [(bs, d, j) for bs in ("256k", "1m", "4m") for d in (4, 8, 32) for j in (1, 2)]
@@ -145,7 +143,6 @@ class Bench:
         return json.loads(out[out.index("{"):])
 
     # -- the table
-    # --------------------------------------------------------------------------------------------------------
     def loads(self, point):
         size = self.args.size
         for model, target in (("llama-3.1-8b", 0.92), ("deepseek-v3", 0.95)):
@@ -310,7 +307,6 @@ class Bench:
                      f"{statistics.median(g['bytes_per_chunk'] for g in got):.0f} bytes")
 
     # -- the page
-    # ---------------------------------------------------------------------------------------------------------
     def write(self, path):
         """Puts the rows measured into the .json and the table of the .md beside it; other rows stay. Without a path they are printed."""
         commit = run(["git", "rev-parse", "--short", "HEAD"])["out"].strip()
