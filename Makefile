@@ -11,7 +11,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/target/pycache
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-server sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
+.PHONY: doors vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-server sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -216,6 +216,11 @@ sglang-ci: python
 
 sglang-test: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=10
+
+# vLLM's connector, LMCache's adapter and SGLang's HiCache in one cache directory at once, each in its own environment.
+doors: python
+	vllm=$$($(VLLM)) && lmcache=$$($(LMCACHE)) && sglang=$$($(SGLANG)) && PYTHON_OF_VLLM=$$vllm PYTHON_OF_LMCACHE=$$lmcache \
+		PYTHON_OF_SGLANG=$$sglang target/venv-python/bin/python -m pytest -q -p no:cacheprovider tests/doors
 
 # Real SGLang without a GPU, with all of its processes: answers of KV that HiCache loads, after a
 # restart, kill -9 and damage. What is stood in for is named in tests/sglang/on_cpu/sitecustomize.py.

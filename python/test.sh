@@ -16,7 +16,7 @@ if [ "$(cat $venv/pins 2>/dev/null)" != "$pins" ]; then
     echo "$pins" >$venv/pins
 fi
 # Names that do not exist fail only where they are used.
-$venv/bin/python -m pyflakes python/forebay python/tests tests/vllm tests/lmcache tests/sglang benches
+$venv/bin/python -m pyflakes python/forebay python/tests tests/vllm tests/lmcache tests/sglang tests/doors benches
 python/wheel.sh dev $venv $wheels
 $venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $wheels/forebay-*.whl
 # Not from python/, where the sources would shadow what is installed.

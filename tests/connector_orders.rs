@@ -30,16 +30,22 @@ struct Pair {
 }
 
 fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
-    pair_with(world, engine, seed, groups, false)
+    pair_with((world, engine), seed, groups, |_| {})
 }
 
-fn pair_with(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize, layerwise: bool) -> Pair {
+fn pair_with(
+    (world, engine): (&World, &Arc<Engine>),
+    seed: u32,
+    groups: usize,
+    set: impl FnOnce(&mut ConnectorOptions),
+) -> Pair {
     let block_tokens = vec![BLOCK as u32; groups];
     let mut o = ConnectorOptions::new(&world.settings, engine.geometry(), &block_tokens, BLOCKS).unwrap();
-    (o.layerwise, o.events, o.gather_patience_ms) = (layerwise, true, 20_000);
+    (o.layerwise, o.events, o.gather_patience_ms) = (false, true, 20_000);
     if groups > 1 {
         o.windows = vec![None, Some(WINDOW)];
     }
+    set(&mut o);
     let kv = world.kv().filled(seed);
     Pair {
         s: Scheduler::new(o.clone(), Box::new(RanksLookup::over(vec![Arc::clone(engine)]))).unwrap(),
@@ -228,7 +234,7 @@ fn what_is_asked_before_the_step_has_ended_is_answered_for_this_step() {
         std::thread::yield_now();
     }
 
-    let mut b = pair_with(&world, &engine, 9, 1, true);
+    let mut b = pair_with((&world, &engine), 9, 1, |o| o.layerwise = true);
     let meta = b.order_load("c", 64, &[(20..36).collect()]);
     let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
     engine.log().unwrap().remove(&prompt.keys()[2..3]).unwrap();
@@ -377,6 +383,36 @@ fn a_load_within_a_step_is_refused_where_nobody_waits_for_layers() {
     b.w.wait_for_save(None);
     assert_eq!(b.w.get_block_ids_with_load_errors(), (20..35).collect::<Vec<u32>>());
     assert!(b.kv.everything() == before);
+}
+
+#[test]
+fn a_failed_load_of_a_window_names_its_blocks_within_a_step_and_its_request_between_steps() {
+    for layerwise in [true, false] {
+        let world = World::plain();
+        let engine = Arc::new(world.open());
+        let windowed = |seed| {
+            pair_with((&world, &engine), seed, 1, |o| (o.layerwise, o.windows) = (layerwise, vec![Some(WINDOW)]))
+        };
+        let mut a = windowed(5);
+        a.store("a", 64, vec![(1..17).collect()]);
+        a.w.shutdown(Instant::now() + PATIENCE);
+        let mut b = windowed(9);
+        let tables = [0, 0, 0, 0, 0, 0, 0, 0, 28, 29, 30, 31, 32, 33, 34, 35];
+        let meta = b.order_load("b", 64, &[tables.to_vec()]);
+        assert_eq!((meta.loads[0].asynchronous, meta.loads[0].stop), (!layerwise, 60));
+        // Its last chunk but one is gone between answer and load.
+        let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
+        engine.log().unwrap().remove(&prompt.keys()[2..3]).unwrap();
+        b.w.start_load_kv(meta, None);
+        if layerwise {
+            b.w.wait_for_save(None);
+            // None of them is the null block, which every request may have.
+            assert_eq!((b.w.failed_requests(), b.w.get_block_ids_with_load_errors()), (vec![], (28..35).collect()));
+        } else {
+            assert_eq!(b.received().recving, ["b"]);
+            assert_eq!((b.w.failed_requests(), b.w.get_block_ids_with_load_errors()), (vec!["b".to_owned()], vec![]));
+        }
+    }
 }
 
 #[test]

@@ -102,20 +102,26 @@ fn a_read_over_the_end_is_short_and_an_error(engine: EngineChoice) {
 fn a_hung_drive_keeps_pinned_memory_only(engine: EngineChoice) {
     let (drive, _mover) = bounce(engine, MIB);
     let (file, mut other_end) = hanging();
-    let (buf, drops) = watched(IO_ALIGN);
-    let c = wait(&*drive.read, Request::read(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_millis(500)));
-    assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
-    let buf = c.buf.unwrap();
-    assert_eq!(drops.load(Ordering::SeqCst), 0);
-    assert_eq!((drive.read.stats().counts().timeouts, drive.read.in_flight()), (1, 0));
-    if engine == EngineChoice::Threads {
-        // io_uring's read is cancelled.
-        assert_eq!(drive.read.stats().counts().quarantined, 1);
+    let mut bufs = Vec::new();
+    for tries in 1.. {
+        let (buf, drops) = watched(IO_ALIGN);
+        let read = Request::read(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_millis(500));
+        let c = wait(&*drive.read, read);
+        assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!((drive.read.stats().counts().timeouts, drive.read.in_flight()), (tries, 0));
+        assert_eq!(drops.load(Ordering::SeqCst), 0);
+        bufs.push(c.buf.unwrap());
+        // io_uring's read is cancelled. A busy machine's thread may not have begun to read in time.
+        if engine != EngineChoice::Threads || drive.read.stats().counts().quarantined == 1 {
+            break;
+        }
     }
     other_end.write_all(&[9; IO_ALIGN]).unwrap();
     until("nothing hangs", || drive.read.stats().counts().quarantined == 0);
     drive.read.close(Instant::now() + LONG).unwrap();
-    assert!(peek(&buf).iter().all(|b| *b == 0), "what came late reached nobody's memory");
+    for buf in bufs {
+        assert!(peek(&buf).iter().all(|b| *b == 0), "what came late reached nobody's memory");
+    }
 }
 
 /// By threads, whose calls cannot be cancelled.
@@ -130,7 +136,7 @@ fn what_must_last_as_long_as_a_write_outlives_a_time_out() {
     let file = Arc::new(DirectFile::from_file(OwnedFd::from(full).into(), "pipe"));
     let lasts = Arc::new(());
     let buf = filled(IO_ALIGN, 3).with(Arc::clone(&lasts) as _);
-    let write = Request::write(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_millis(500));
+    let write = Request::write(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_secs(1));
     let c = wait(&*drive.write, write);
     assert_eq!(c.result.unwrap_err().kind(), ErrorKind::TimedOut);
     drop(c.buf);
@@ -147,7 +153,7 @@ fn a_hung_copy_keeps_the_buffer_until_it_ends(engine: EngineChoice) {
     mover.control.hold(true);
     for write in [false, true] {
         let (buf, drops) = watched(IO_ALIGN);
-        let read = Request::read(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_millis(500));
+        let read = Request::read(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_secs(1));
         let (queue, op) = if write { (&drive.write, Op::Write) } else { (&drive.read, Op::Read) };
         let c = wait(&**queue, Request { op, ..read });
         assert_eq!((c.result.unwrap_err().kind(), c.buf.is_none()), (ErrorKind::TimedOut, true));

@@ -524,8 +524,13 @@ mod tests {
             return;
         }
         assert_eq!(cached(), Ok(4096));
-        file.uncache().unwrap();
-        assert_eq!(cached(), Err(Errno::AGAIN));
+        // The kernel keeps pages that something uses for a moment, such as its own write-back.
+        let is_gone = || {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            file.uncache().unwrap();
+            cached() == Err(Errno::AGAIN)
+        };
+        assert!((0..1000).any(|_| is_gone()));
     }
 
     #[test]

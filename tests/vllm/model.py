@@ -63,8 +63,8 @@ def llama(folder: Path, dtype: str, size: str = "tiny", seed: int = 1234) -> Non
 WINDOW = 64
 
 
-def gemma(folder: Path, dtype: str, seed: int = 1234) -> None:
-    """Gemma 3 with three layers of a sliding window and one of full attention."""
+def gemma(folder: Path, dtype: str, full: tuple[int, ...] = (1,), seed: int = 1234) -> None:
+    """Gemma 3 with four layers of a sliding window, but those in `full`."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -79,7 +79,7 @@ def gemma(folder: Path, dtype: str, seed: int = 1234) -> None:
         head_dim=64,
         query_pre_attn_scalar=64,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        layer_types=["full_attention" if layer in full else "sliding_attention" for layer in range(4)],
         max_position_embeddings=16384,
         bos_token_id=1,
         eos_token_id=2,
@@ -93,7 +93,7 @@ def gemma(folder: Path, dtype: str, seed: int = 1234) -> None:
 
 if __name__ == "__main__":
     path, dtype, *more = sys.argv[1:]
-    if more == ["gemma"]:
-        gemma(Path(path), dtype)
+    if more[:1] == ["gemma"]:
+        gemma(Path(path), dtype, () if more[1:] == ["window"] else (1,))
     else:
         llama(Path(path), dtype, *more)

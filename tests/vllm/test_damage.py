@@ -82,7 +82,13 @@ def test_lost_files_change_no_output(
     assert run.reasons() == {"length"}
 
 
-def test_damage_met_layer_by_layer_ends_that_request_alone(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "more"), [((), 0), (("gemma", "window"), 2)], ids=["full", "window"])
+def test_damage_met_layer_by_layer_ends_that_request_alone(
+    kind: tuple[str, ...], more: int, models: Callable[..., str], tmp_path: Path
+) -> None:
+    # Where all layers have the window, a load reads the last of three damaged chunks alone, and the
+    # next tries meet the others.
+    model = models("float32", *kind)
     asked = prompts(3, shared=0, own=430)
     plain = generate(tmp_path, {"prompts": asked}, model=model).tokens()
     cache = tmp_path / "cache"
@@ -92,16 +98,17 @@ def test_damage_met_layer_by_layer_ends_that_request_alone(model: str, tmp_path:
     # fail`. No load may move between steps.
     within = settings(cache, use_layerwise=True, max_sync_stall_ms=60_000, load_timeout_ms=60_000)
     ahead = {"async_scheduling": True, "enable_prefix_caching": True}
-    rounds = ({"prompts": asked[1:]}, {"prompts": asked}, {"prompts": asked, "keep": True})
+    rounds = ({"prompts": asked[1:]}, {"prompts": asked}, *[{"prompts": asked[:1]}] * more, {"prompts": asked, "keep": True})
     run = generate(tmp_path, *rounds, model=model, cache=within, engine=ahead)
     assert run.tokens(0) == plain[1:]
     assert [output["reason"] for output in run.rounds[1]] == ["error", "length", "length"]
     assert run.tokens(1) == [[], *plain[1:]]
     assert all(cached >= WHOLE for cached in run.cached(1)[1:])
+    assert [run.rounds[2 + at][0]["reason"] for at in range(more)] == ["error"] * more
     # Nothing of the failed load is left in vLLM's prefix cache, nor offered by Forebay; the others'
     # blocks are still there.
-    assert run.tokens(2) == plain
-    assert run.cached(2)[0] == 0 and all(cached >= WHOLE for cached in run.cached(2)[1:])
+    assert run.tokens(2 + more) == plain
+    assert run.cached(2 + more)[0] == 0 and all(cached >= WHOLE for cached in run.cached(2 + more)[1:])
 
 
 @pytest.mark.ci

@@ -164,11 +164,6 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
         return "sparse attention: vLLM does not wait for the layers of this model; set use_layerwise: false"
     if vllm_config.parallel_config.use_ubatching:
         return "microbatches: vLLM says that a layer is computed when its first half is; start without --enable-dbo and --ubatch-size"
-    if any(window is not None for window in kv.windows):
-        return (
-            "a sliding window: workers name no blocks of a load that fails within a step there, so vLLM would send wrong tokens; with "
-            "kv_load_failure_policy: recompute it would also go back to tokens whose window it has given away; set use_layerwise: false"
-        )
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     outer = _outer()
@@ -180,6 +175,11 @@ def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | No
     if is_fail:
         return None
     fails = 'set "kv_load_failure_policy": "fail"' if outer is None else "use ForebayConnector without MultiConnector"
+    if any(window is not None for window in kv.windows):
+        return (
+            "a sliding window and kv_load_failure_policy: recompute: after a failed load vLLM goes back to tokens whose window it has "
+            f"given away; {fails}, or set use_layerwise: false"
+        )
     if vllm_config.scheduler_config.async_scheduling:
         return (
             "asynchronous scheduling and kv_load_failure_policy: recompute: after a failed load vLLM emits a token of the step in "

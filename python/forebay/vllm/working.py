@@ -141,7 +141,7 @@ class WorkerHalf:
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed: vLLM keeps what was loaded before the first of them.
 
-        Where blocks cannot say it (several groups, a sliding window), `get_transfer_results` reports whole requests instead.
+        Where blocks cannot say it (several groups, a window's load between steps), `get_transfer_results` reports whole requests instead.
         """
         return set() if self._side is None else set(self._side.get_block_ids_with_load_errors())
 

@@ -10,6 +10,9 @@ use crate::engine::{Load, LoadRequest, LoadResult, LoadTicket, LoadTimeout, Look
 use crate::error::Result;
 use crate::key::Extra;
 
+/// What a server's tables name where a window's blocks are gone. It holds nobody's KV.
+const NULL_BLOCK: u32 = 0;
+
 /// A load under way.
 pub(super) struct Loading {
     order: LoadOrder,
@@ -82,10 +85,10 @@ impl Worker {
     }
 
     /// Where the tokens `start..stop` of a request lie: -1 before `start`, and in a group with a
-    /// window for the null block, 0.
+    /// window for the null block.
     pub(super) fn slots(&self, spans: &[BlockSpan], (start, stop): (usize, usize)) -> SlotMapping {
         let group = |(group, tokens): (usize, &u32)| {
-            let (tokens, null) = (*tokens as usize, self.options.window(group).map(|_| 0));
+            let (tokens, null) = (*tokens as usize, self.options.window(group).map(|_| NULL_BLOCK));
             let mut slots = vec![-1; stop];
             let Some(span) = spans.get(group) else { return slots.into() };
             let first_of = |i: usize| span.first.saturating_add(i).saturating_mul(tokens);
@@ -154,16 +157,18 @@ impl Worker {
         let usable = usable.max(order.computed);
         self.failed_epochs.insert(order.req_id.clone(), order.epoch);
         self.report.failed.push(order.req_id.clone());
-        // With several groups an id names no single block. With a window what was loaded of the
-        // beginning is what the end needs. And a server that loads within its steps would take
-        // these for blocks of this step's loads.
-        let is_whole = self.options.window(0).is_some() || order.asynchronous && self.options.layerwise;
+        // With several groups an id names no single block. A server that loads within its steps
+        // would take these for blocks of this step's loads. And with a window, what was loaded of
+        // the beginning is what the end needs: only a server that ends the request may use these.
+        let has_window = self.options.window(0).is_some();
+        let is_whole = order.asynchronous && (has_window || self.options.layerwise);
         let ([tokens], [span], false) = (&*self.options.block_tokens, &*order.spans, is_whole) else {
             self.failed_requests.insert(order.req_id.clone());
             return;
         };
         let first = (usable / *tokens as usize).saturating_sub(span.first);
-        self.failed_blocks.extend(span.ids.iter().skip(first).chain(more));
+        let blocks = span.ids.iter().skip(first).chain(more);
+        self.failed_blocks.extend(blocks.filter(|id| !has_window || **id != NULL_BLOCK));
     }
 
     /// Where chunks of a load did not come in time, or a drive is left alone as it does not answer,

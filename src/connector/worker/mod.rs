@@ -299,9 +299,9 @@ impl Worker {
     }
 
     /// Requests of which nothing was loaded that the server may use, since the last call: those of
-    /// a server with several KV cache groups, where a block's id names one in each, or with a
-    /// sliding window, of loads between the steps of a server that loads within them, and orders
-    /// that do not fit.
+    /// a server with several KV cache groups, where a block's id names one in each; of loads
+    /// between steps, those of a server with a sliding window or that loads within its steps too;
+    /// and orders that do not fit.
     pub fn failed_requests(&mut self) -> Vec<String> {
         let mut requests: Vec<String> = std::mem::take(&mut self.failed_requests).into_iter().collect();
         requests.sort_unstable();

@@ -95,7 +95,10 @@ def shape(source: random.Random, device: str) -> Shape:
 
 
 def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
-    """The same server with these KV cache groups; with windows loads within a step are refused, and each group takes blocks for a request."""
+    """The same server with these KV cache groups, which take blocks for each request.
+
+    With windows loads within a step are refused, but where vLLM ends a request whose load failed (`failing` comes later).
+    """
     plain = windows == (None,)
     # Refused with windows: blocks that have left a window are gone when the request ends.
     settings = {name: value for name, value in made.settings.items() if plain or name not in ("use_layerwise", "store_when")}

@@ -214,7 +214,7 @@ def test_vllm_raises_where_loads_within_a_step_are_said_to_be_over(
     [
         (Shape(asynchronous=True, prefix_caching=False), "--no-async-scheduling"),
         (Shape(prefix_caching=True), "--no-enable-prefix-caching"),
-        (Shape(policy="fail", windows=(50,)), "a sliding window"),
+        (Shape(prefix_caching=False, windows=(50,)), "a sliding window"),
         (Shape(policy="fail", windows=(None, 50)), "several KV cache groups"),
         (Shape(policy="fail", stages=2), "--pipeline-parallel-size"),
     ],
