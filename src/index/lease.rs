@@ -155,7 +155,7 @@ impl SharedLane {
             return Ok(guard(mine.expiry_ns));
         }
         let lasting = expiry_ns.saturating_add(expiry_ns.saturating_sub(env.now_ns) / 2);
-        let (record, owner) = inner.publish(segment, epoch, lasting, (env, true))?;
+        let (record, owner) = inner.publish(segment, epoch, lasting, env, true)?;
         let mine = LeaseRecord { record, owner, expiry_ns: lasting, guards: 1 };
         if let Some(old) = held.insert((segment, epoch), mine) {
             inner.end(old.record, old.owner);
@@ -173,7 +173,7 @@ impl SharedLane {
     /// # Errors
     /// Why there is none.
     pub fn hold(&self, segment: u32, epoch: u32, env: &LeaseEnv<'_>) -> Result<HoldGuard, LeaseRefused> {
-        let (record, owner) = self.inner.publish(segment, epoch, env.now_ns.saturating_add(HOLD_NS), (env, false))?;
+        let (record, owner) = self.inner.publish(segment, epoch, env.now_ns.saturating_add(HOLD_NS), env, false)?;
         Ok(HoldGuard { lane: self.clone(), record, owner })
     }
 
@@ -301,7 +301,8 @@ impl MappedLane {
         segment: u32,
         epoch: u32,
         expiry_ns: u64,
-        (env, in_share): (&LeaseEnv<'_>, bool),
+        env: &LeaseEnv<'_>,
+        in_share: bool,
     ) -> Result<(usize, u64), LeaseRefused> {
         if !self.map.is_writable() {
             return Err(LeaseRefused::ReadOnly);

@@ -122,11 +122,11 @@ impl Table {
         if pair.1 == 0 {
             *pair = (0, 0);
         }
-        self.put_back(&mut state, (line, slot), parent, pairs);
+        self.put_back(&mut state, line, slot, parent, pairs);
         Ok(true)
     }
 
-    fn put_back(&self, state: &mut State<'_>, (line, slot): (Line, u32), parent: &ChunkKey, pairs: Pairs) {
+    fn put_back(&self, state: &mut State<'_>, line: Line, slot: u32, parent: &ChunkKey, pairs: Pairs) {
         if pairs.iter().all(|p| p.0 == 0) {
             self.erase(state, &line, slot);
         } else {

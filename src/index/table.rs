@@ -298,7 +298,7 @@ impl Table {
     /// `Permission` on a read-only mapping; `Busy` where another table has taken this one's place:
     /// look there.
     pub fn mark(&self, key: &ChunkKey, seq: u64, mark: Mark) -> Result<bool> {
-        let marked = self.change_marks(key, (seq, seq), seq | mark as u64)?;
+        let marked = self.change_marks(key, seq, seq, seq | mark as u64)?;
         if self.map.word(W_MOVED).is_some_and(|moved| moved.load(Ordering::SeqCst) != 0) {
             return Err(Error::new(ErrorKind::Busy, "the table has just been replaced"));
         }
@@ -310,11 +310,11 @@ impl Table {
     /// # Errors
     /// `Permission` on a read-only mapping.
     pub fn unmark(&self, key: &ChunkKey, seq: u64, mark: Mark) -> Result<()> {
-        self.change_marks(key, (seq, seq | mark as u64), seq).map(drop)
+        self.change_marks(key, seq, seq | mark as u64, seq).map(drop)
     }
 
     /// Puts `to` in the place of the sequence word `from` of an entry.
-    fn change_marks(&self, key: &ChunkKey, (seq, from): (u64, u64), to: u64) -> Result<bool> {
+    fn change_marks(&self, key: &ChunkKey, seq: u64, from: u64, to: u64) -> Result<bool> {
         let (lo, hi) = key_words(key);
         let Some(((words, ..), slot)) = self.find(lo, Some(hi)) else { return Ok(false) };
         if words[SEQ_WORD] & !MARKS != seq {

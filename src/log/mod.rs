@@ -109,7 +109,7 @@ impl Log {
         let mut volumes: Vec<Arc<Volume>> = Vec::new();
         for (number, dir) in ctx.options.dirs.iter().enumerate() {
             let io = open_queues(&ctx.options, number, dir)?;
-            let volume = Volume::open(&ctx, (number, dir), io, reclaim::helpers())?;
+            let volume = Volume::open(&ctx, number, dir, io, reclaim::helpers())?;
             if let Some(twin) = volumes.iter().find(|v| v.id == volume.id) {
                 let both = format!("{} and {}", twin.root.display(), volume.root.display());
                 return Err(Error::new(ErrorKind::Config, format!("the cache directories {both} have the same drive id"))

@@ -130,7 +130,8 @@ impl Frames {
         &self,
         id: &FrameId,
         fill: &FrameFill,
-        (rank, is_unused): (Rank, bool),
+        rank: Rank,
+        is_unused: bool,
         crcs: &[u32],
     ) -> bool {
         let Some(frame) = fill.finish() else { return false };

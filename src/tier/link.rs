@@ -155,7 +155,7 @@ impl FrameLink {
     }
 
     /// Says that a reserved frame is full; `false` where that cannot be sent.
-    pub(super) fn publish(&self, lease: u32, (rank, is_unused): (Rank, bool), crcs: &[u32]) -> bool {
+    pub(super) fn publish(&self, lease: u32, rank: Rank, is_unused: bool, crcs: &[u32]) -> bool {
         crcs.len() <= MOST_CRCS
             && self.tell(&Ask::Publish { lease, place: place(rank), is_unused, crcs: crcs.to_vec() })
     }

@@ -404,10 +404,10 @@ impl Filling {
 
     fn put(&self, crcs: &[u32], is_unused: bool) {
         let is_put = match &self.source {
-            FrameSource::Own(frames) => frames.put(&self.id, &self.fill, (self.rank, is_unused), crcs),
+            FrameSource::Own(frames) => frames.put(&self.id, &self.fill, self.rank, is_unused, crcs),
             // The owner makes it a frame that is found.
             FrameSource::Other(link, lease) => {
-                self.fill.finish().is_some_and(|_| link.publish(*lease, (self.rank, is_unused), crcs))
+                self.fill.finish().is_some_and(|_| link.publish(*lease, self.rank, is_unused, crcs))
             }
         };
         self.tier.filled.fetch_add(u64::from(is_put), Ordering::Relaxed);

@@ -241,7 +241,7 @@ impl Owner {
             Ask::Publish { lease, place, is_unused, crcs } => {
                 let rank = peer.rank(frames, place);
                 match peer.leases.remove(&lease) {
-                    Some(Lease::Fills(fill, id)) => drop(frames.put(&id, &fill, (rank, is_unused), &crcs)),
+                    Some(Lease::Fills(fill, id)) => drop(frames.put(&id, &fill, rank, is_unused, &crcs)),
                     _ => return None,
                 }
                 None

@@ -297,7 +297,7 @@ impl World<'_> {
             own.reads.pop();
             let Some((id, fill)) = own.fills.pop() else { return };
             fill.part(0..FRAME).unwrap().as_mut_slice().copy_from_slice(&bytes_of(&id));
-            frames.put(&id, &fill, (rank, false), &[]);
+            frames.put(&id, &fill, rank, false, &[]);
         } else if is_fill {
             own.fills.extend(frames.reserve().map(|fill| (id, fill)));
         } else {

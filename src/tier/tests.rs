@@ -473,9 +473,9 @@ fn nonsense_closes_a_connection_and_nothing_else() {
     // Leases that nobody has, and ids that are not there.
     link.forget(&[id(9)]);
     let (filling, lease) = link.reserve(&id(1), rank(1, 0)).unwrap();
-    assert!(filling.finish().is_some() && link.publish(lease, (rank(1, 0), false), &[1]));
+    assert!(filling.finish().is_some() && link.publish(lease, rank(1, 0), false, &[1]));
     assert!(link.find(&id(1), rank(1, 0), true).is_some());
-    assert!(!link.publish(lease, (rank(1, 0), false), &[1]) || link.find(&id(1), rank(1, 0), true).is_none());
+    assert!(!link.publish(lease, rank(1, 0), false, &[1]) || link.find(&id(1), rank(1, 0), true).is_none());
     drop(link);
     wait_free(&owner, 1);
     assert!(owner.get(id(1), rank(2, 0), later()).is_some());

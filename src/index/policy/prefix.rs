@@ -351,7 +351,7 @@ impl Prefix {
         if let Some(group) = self.groups.get_mut(number) {
             group.grow();
             group.count(bytes);
-            self.chunks.place(chunk, number, depth, (bytes, group.bytes));
+            self.chunks.place(chunk, number, depth, bytes, group.bytes);
             self.chunks.hold(&mut group.held, chunk);
             self.held += 1;
             self.held_bytes += bytes;

@@ -116,17 +116,18 @@ impl Volume {
     /// Opens a drive.
     pub(super) fn open(
         ctx: &Arc<Ctx>,
-        (number, root): (usize, &Path),
+        number: usize,
+        root: &Path,
         io: io::Drive,
         helpers: Helpers,
     ) -> Result<Self> {
         match ctx.options.mode {
-            Mode::Rw => Self::open_writable(ctx, (number, root), io, helpers),
-            Mode::Ro => Self::open_read_only(ctx, (number, root), io, helpers),
+            Mode::Rw => Self::open_writable(ctx, number, root, io, helpers),
+            Mode::Ro => Self::open_read_only(ctx, number, root, io, helpers),
         }
     }
 
-    fn open_writable(ctx: &Arc<Ctx>, (number, root): (usize, &Path), io: io::Drive, helpers: Helpers) -> Result<Self> {
+    fn open_writable(ctx: &Arc<Ctx>, number: usize, root: &Path, io: io::Drive, helpers: Helpers) -> Result<Self> {
         let options = &ctx.options;
         let made = DirBuilder::new().recursive(true).mode(paths::DIR_MODE).create(root);
         made.map_err(|e| {
@@ -146,7 +147,8 @@ impl Volume {
         if let Err(e) = description::write(&shard_dir, &options.geometry) {
             tracing::debug!(error = %e, "tools will not know the model of this cache");
         }
-        let volume = Self::new(ctx, number, (root.to_path_buf(), shard_dir), io, (Some(budget), shard, helpers));
+        let around = Surroundings { ctx: Arc::clone(ctx), drive: budget.page.drive, io, budget: Some(budget) };
+        let volume = Self::new(around, number, root, shard_dir, shard, helpers);
         let lanes = volume.take_lanes()?;
         volume.set_lanes(lanes);
         volume.shard.bump_lanes();
@@ -154,7 +156,7 @@ impl Volume {
         Ok(volume)
     }
 
-    fn open_read_only(ctx: &Arc<Ctx>, (number, root): (usize, &Path), io: io::Drive, helpers: Helpers) -> Result<Self> {
+    fn open_read_only(ctx: &Arc<Ctx>, number: usize, root: &Path, io: io::Drive, helpers: Helpers) -> Result<Self> {
         let id = Budget::read(root).map_err(|e| match e.kind() {
             ErrorKind::NotFound => e.advice("there is no cache here, and a read-only one is not made"),
             _ => e,
@@ -179,8 +181,8 @@ impl Volume {
                 shard
             }
         };
-        let mut volume = Self::new(ctx, number, (root.to_path_buf(), shard_dir), io, (None, shard, helpers));
-        volume.id = id.drive;
+        let around = Surroundings { ctx: Arc::clone(ctx), drive: id.drive, io, budget: None };
+        let volume = Self::new(around, number, root, shard_dir, shard, helpers);
         volume.seen_lanes.store(volume.shard.lane_generation(), Ordering::Release);
         let mut lanes = Lanes::default();
         for (number, dir) in paths::lanes(&volume.shard_dir)? {
@@ -199,28 +201,30 @@ impl Volume {
     }
 
     fn new(
-        ctx: &Arc<Ctx>,
+        around: Surroundings,
         number: usize,
-        (root, shard_dir): (PathBuf, PathBuf),
-        io: io::Drive,
-        (budget, shard, helpers): (Option<Arc<Budget>>, SharedShard, Helpers),
+        root: &Path,
+        shard_dir: PathBuf,
+        shard: SharedShard,
+        helpers: Helpers,
     ) -> Self {
+        let Surroundings { ctx, drive, io, budget } = around;
         let drive_bytes = ctx.options.drive(number).drive_bytes;
-        let drive_bytes = drive_bytes.unwrap_or_else(|| io::file_system_bytes(&root).map_or(0, |(all, _)| all));
+        let drive_bytes = drive_bytes.unwrap_or_else(|| io::file_system_bytes(root).map_or(0, |(all, _)| all));
         let written = (ctx.options.clock.boot_ns(), io.write.stats().counts().bytes);
         let wear = Wear::new(drive_bytes, ctx.options.write_budget_dwpd, written);
         Self {
-            ctx: Arc::clone(ctx),
             number,
-            root,
+            root: root.to_path_buf(),
             shard_dir,
-            id: budget.as_ref().map(|b| b.page.drive).unwrap_or_default(),
+            id: drive,
             io,
             budget,
             health: Arc::new(DriveHealth::new(ctx.options.io_timeout)),
             wear,
             quota: Quota::new(ctx.options.drive(number).tenant_bytes.or(ctx.options.tenant_bytes)),
             answers: DriveHealth::new(ctx.options.io_timeout),
+            ctx,
             shard: Arc::new(shard),
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
@@ -289,7 +293,7 @@ impl Volume {
             } else {
                 self.ctx.counters.adopted_lanes.add(1);
             }
-            let (lane, summary) = around.open_held(candidate, files, (role, is_alone))?;
+            let (lane, summary) = around.open_held(candidate, files, role, is_alone)?;
             self.note(summary);
             match role {
                 LaneRole::Own => {
@@ -410,7 +414,7 @@ impl Volume {
             let opened = lock.and_then(|lock| {
                 let files = around.open_or_recreate(&dir)?;
                 let candidate = LaneCandidate { number, dir: dir.clone(), lock };
-                around.open_held(candidate, files, (LaneRole::Adopted, false))
+                around.open_held(candidate, files, LaneRole::Adopted, false)
             });
             match opened {
                 Ok((lane, summary)) => {

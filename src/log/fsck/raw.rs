@@ -204,7 +204,7 @@ impl RawLane {
                 continue;
             }
             self.counts.sealed += 1;
-            let gone = self.read_gone(index, (offset, layout), &header)?;
+            let gone = self.read_gone(index, offset, layout, &header)?;
             let at = offset + layout.records_at() as u64;
             let wanted = (header.count as usize * RECORD_BYTES).min(region_bytes as usize - layout.records_at());
             body.resize(wanted, 0);
@@ -228,7 +228,8 @@ impl RawLane {
     fn read_gone(
         &self,
         index: &File,
-        (offset, layout): (u64, RegionLayout),
+        offset: u64,
+        layout: RegionLayout,
         header: &RegionHeader,
     ) -> Result<HashSet<u32>> {
         let mut pages = vec![0; layout.gone_pages * PAGE_BYTES];

@@ -142,7 +142,7 @@ impl LaneState {
     pub(super) fn enter(&mut self, table: &Table, shared: Option<&index::SharedLane>, record: &Record) -> Result<bool> {
         let entry = entry_of(record);
         let inserted = table.insert(&entry)?;
-        self.entered(table, shared, (record, &entry), inserted)
+        self.entered(table, shared, record, &entry, inserted)
     }
 
     /// Updates the counts, usage and list of partial chunks after an insert.
@@ -150,7 +150,8 @@ impl LaneState {
         &mut self,
         table: &Table,
         shared: Option<&index::SharedLane>,
-        (record, entry): (&Record, &Entry),
+        record: &Record,
+        entry: &Entry,
         inserted: Inserted,
     ) -> Result<bool> {
         if !inserted.stored {
@@ -161,7 +162,7 @@ impl LaneState {
             self.usage.left(None, old);
         }
         live(shared, entry, 1);
-        self.usage.entered(table, (inserted.slot, entry), record.hotness, inserted.other.is_some());
+        self.usage.entered(table, inserted.slot, entry, record.hotness, inserted.other.is_some());
         if let Some(length) = partial_length(record, self.chunk_tokens)
             && let Err(e) = table.add_partial(&record.parent, length, record.sequence)
         {

@@ -45,7 +45,8 @@ impl Growth {
 pub(in crate::log) fn make_table(
     ctx: &Ctx,
     dir: &Path,
-    (entries, generation): (u64, u64),
+    entries: u64,
+    generation: u64,
     goes_first: Option<&RefCell<Option<Table>>>,
 ) -> Result<Table> {
     let spec = spec(ctx, entries, generation);
@@ -82,7 +83,7 @@ pub(in crate::log) fn show_table(dir: &Path, old: Option<&Table>) -> Result<()> 
 
 /// Takes over the lane's shared state, or makes it anew where it does not fit. It has room for
 /// `segments`; `full` segments fill the capacity.
-pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::SharedLane> {
+pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, segments: u32, full: u32) -> Result<index::SharedLane> {
     // A share of what fills the capacity: where chunks are evicted singly there are more segments,
     // which together hold no more.
     let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;

@@ -101,7 +101,7 @@ impl Usage {
 
     /// An entry has entered the table; `hotness` says how often it was used before, and `again`
     /// whether it replaced another entry of its key.
-    pub(in crate::log) fn entered(&mut self, table: &Table, (slot, entry): (u32, &Entry), hotness: u8, again: bool) {
+    pub(in crate::log) fn entered(&mut self, table: &Table, slot: u32, entry: &Entry, hotness: u8, again: bool) {
         if let Some(tenant) = tenant_of(entry) {
             *self.tenants.entry(tenant).or_default() += slot_bytes(entry);
         }

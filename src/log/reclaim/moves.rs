@@ -61,7 +61,7 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
         place
     };
     let hold = Hold(HeldSlot::new(own, place, record.sequence));
-    let (header, header_crc) = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header)?;
+    let (header, header_crc) = rewrite(own, place, &hold, slot.as_slice(), header_offset, &mut header)?;
     let header_at = header_offset as u32;
     Ok(Some(Copy { record: *record, place, header, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
 }
@@ -105,7 +105,7 @@ pub(super) fn publish_copies(
     for copy in copies {
         let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
         let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..copy.record };
-        match publish(own, (from, &copy.claim), &copy.record, new) {
+        match publish(own, from, &copy.claim, &copy.record, new) {
             Ok(true) => {
                 volume.ctx.counters.moved.add(1);
                 volume.ctx.counters.moved_bytes.add(copy.slot_bytes);
@@ -175,8 +175,10 @@ fn verify(slot: &[u8], header: &SlotHeader) -> Result<()> {
 
 fn rewrite(
     own: &Lane,
-    (place, hold): (SlotPlace, &Hold),
-    (slot, header_offset): (&[u8], usize),
+    place: SlotPlace,
+    hold: &Hold,
+    slot: &[u8],
+    header_offset: usize,
     header: &mut SlotHeader,
 ) -> Result<(Vec<u8>, u32)> {
     header.segment = place.segment;
@@ -207,7 +209,7 @@ fn slot_in_table(lane: &Lane, record: &Record) -> Option<u32> {
 }
 
 /// Publishes the copy, unless the key has been removed, or reported bad, since it was read.
-fn publish(own: &Lane, (from, claim): (&Lane, &KeyClaim), old: &Record, moved: Record) -> Result<bool> {
+fn publish(own: &Lane, from: &Lane, claim: &KeyClaim, old: &Record, moved: Record) -> Result<bool> {
     let Some(slot) = slot_in_table(from, old) else { return Ok(false) };
     let uses = from.state().map_or((0, 0), |state| state.usage.recency().get(slot));
     let mut state = own.state()?;

@@ -37,7 +37,7 @@ pub(super) fn enforce(volume: &Volume) {
     let Ok(mut held) = held_by(&lanes, &excess) else { return };
     for (tenant, bytes) in excess {
         let held = held.remove(&tenant).unwrap_or_default();
-        if let Err(e) = give_up(volume, &lanes, (tenant, bytes), held) {
+        if let Err(e) = give_up(volume, &lanes, tenant, bytes, held) {
             tracing::debug!(drive = %volume.root.display(), error = %e, "no chunk of a tenant at its quota was evicted");
         }
     }
@@ -66,7 +66,8 @@ fn held_by<'a>(lanes: &[&'a Arc<Lane>], tenants: &[(u64, u64)]) -> Result<HashMa
 fn give_up(
     volume: &Volume,
     lanes: &[&Arc<Lane>],
-    (tenant, bytes): (u64, u64),
+    tenant: u64,
+    bytes: u64,
     held: Vec<Held<'_>>,
 ) -> Result<()> {
     let mut chosen = choose(held, bytes);

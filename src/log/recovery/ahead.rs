@@ -26,7 +26,8 @@ pub(super) type ReadPiece<'a, T> = dyn Fn(usize, &mut AlignedBuf, Give<'_, T>) -
 /// # Errors
 /// Those of `read` and `sink`.
 pub(super) fn read_pieces<T: Send>(
-    (count, bytes): (usize, usize),
+    count: usize,
+    bytes: usize,
     read: &ReadPiece<'_, T>,
     sink: Give<'_, T>,
 ) -> Result<()> {

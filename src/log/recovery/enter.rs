@@ -130,7 +130,7 @@ impl<'a> Recovery<'a> {
             if let Some(other) = inserted.other.filter(|other| place(other) != place(entry)) {
                 self.twins.push(if inserted.stored { Entry { key: record.key, ..other } } else { *entry });
             }
-            match self.state.entered(&self.table, self.shared.as_ref(), (record, entry), inserted) {
+            match self.state.entered(&self.table, self.shared.as_ref(), record, entry, inserted) {
                 // The list of partial chunks found no place: they are stored but not found.
                 Err(e) if e.kind() == ErrorKind::NoSpace => self.lacks_room = true,
                 outcome => drop(outcome?),

@@ -205,7 +205,8 @@ impl Surroundings {
         &self,
         candidate: LaneCandidate,
         files: LaneFiles,
-        (role, is_alone): (LaneRole, bool),
+        role: LaneRole,
+        is_alone: bool,
     ) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
@@ -219,8 +220,8 @@ impl Surroundings {
                 mib(self.capacity_bytes())
             );
         }
-        let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
-        let shared = shared_state(ctx, &candidate.dir, segments)?;
+        let (segments, full) = max_segments(self.capacity_bytes(), &superblock, ctx.slot_bytes(), data.len()?);
+        let shared = shared_state(ctx, &candidate.dir, segments, full)?;
         if role == LaneRole::Adopted {
             // Recovery relies on all that the dead writer has written, so what it had not flushed
             // must not be lost with the next power cut: for example that a segment is free. For the
@@ -233,8 +234,8 @@ impl Surroundings {
         let old = RefCell::new(if_any(attach_table(ctx, &candidate.dir))?);
         let goes_first = is_alone.then_some(&old);
         let make =
-            |entries| make_table(ctx, &candidate.dir, (entries, generation), goes_first).inspect(Table::populate);
-        let (state, table, summary, unnamed) = recover(ctx, (&*index, &*data, &superblock), Some(&shared), make)?;
+            |entries| make_table(ctx, &candidate.dir, entries, generation, goes_first).inspect(Table::populate);
+        let (state, table, summary, unnamed) = recover(ctx, &index, &data, &superblock, Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
             number: candidate.number,
@@ -326,7 +327,7 @@ pub(in crate::log) fn write_superblock(index: &DirectFile, superblock: &Superblo
 
 /// Segments that the lane may get (what the capacity allows, or what it has if that is more), and
 /// how many fill the capacity; both with a few to spare.
-fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_bytes: u64) -> (u32, u32) {
+fn max_segments(capacity_bytes: u64, sb: &Superblock, slot_bytes: u64, data_bytes: u64) -> (u32, u32) {
     let full = capacity_bytes.div_ceil(sb.segment_bytes);
     let most = sizes::most_segments(capacity_bytes, sb, slot_bytes);
     let most = full.max(most).max(sizes::numbered_segments(capacity_bytes, sb));
@@ -337,13 +338,15 @@ fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_
 
 fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Superblock) -> Result<(Table, Summary)> {
     let make = |entries| anonymous_table(ctx, entries);
-    recover(ctx, (index, data, sb), None, make).map(|(_, table, summary, _)| (table, summary))
+    recover(ctx, index, data, sb, None, make).map(|(_, table, summary, _)| (table, summary))
 }
 
 /// Reads a lane's index into a table that `make` makes for so many entries.
 fn recover<'a>(
     ctx: &'a Ctx,
-    (index, data, sb): (&'a DirectFile, &'a DirectFile, &'a Superblock),
+    index: &'a DirectFile,
+    data: &'a DirectFile,
+    sb: &'a Superblock,
     shared: Option<&SharedLane>,
     make: impl Fn(u64) -> Result<Table>,
 ) -> Result<(LaneState, Table, Summary, Unnamed)> {
@@ -447,7 +450,7 @@ fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
     let (goes, found) = match &better {
         Some(record) => {
             let inserted = table.insert(twin)?;
-            lane.state()?.entered(&table, lane.shared().as_ref(), (record, twin), inserted)?;
+            lane.state()?.entered(&table, lane.shared().as_ref(), record, twin, inserted)?;
             (kept, of_kept)
         }
         None => (*twin, of_twin),

@@ -286,7 +286,7 @@ impl<'a> Reader<'a> {
             }
             give(piece)
         };
-        ahead::read_pieces((bytes.div_ceil(READ_BYTES), bytes), &read, sink)
+        ahead::read_pieces(bytes.div_ceil(READ_BYTES), bytes, &read, sink)
     }
 
     /// Gives all records that count to `sink`, in no particular order, with each call some of one

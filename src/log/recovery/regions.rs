@@ -133,7 +133,7 @@ impl Regions<'_> {
         let read = |i: usize, buf: &mut AlignedBuf, give: Give<'_, RegionPiece>| {
             wanted.get(i).map_or(Ok(()), |region| self.read(region, buf, give))
         };
-        ahead::read_pieces((wanted.len(), bytes), &read, sink)
+        ahead::read_pieces(wanted.len(), bytes, &read, sink)
     }
 
     fn read(&self, region: &RegionRead, buf: &mut AlignedBuf, give: Give<'_, RegionPiece>) -> Result<()> {

@@ -32,7 +32,8 @@ impl Commit {
     pub(super) fn begin(
         reservation: Reservation,
         record: Record,
-        (slot_bytes, header_at): (u64, u32),
+        slot_bytes: u64,
+        header_at: u32,
         done: PutDone,
     ) -> Option<Self> {
         let ticket = reservation.lane.state().and_then(|mut state| {

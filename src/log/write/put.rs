@@ -143,8 +143,8 @@ impl Put {
         let buf = self.hold().on(buf.into());
         let offset = self.slot_offset() + u64::from(self.layout.header_offset);
         let lane = Arc::clone(&self.reservation.lane);
-        let at = (self.layout.slot_bytes, self.layout.header_offset);
-        let Some(commit) = Commit::begin(self.reservation, record, at, done) else { return };
+        let (slot_bytes, header_at) = (self.layout.slot_bytes, self.layout.header_offset);
+        let Some(commit) = Commit::begin(self.reservation, record, slot_bytes, header_at, done) else { return };
         let health = self.health;
         let finish = move |c: Completion| {
             drop(c.buf);

@@ -141,7 +141,7 @@ impl Records {
     }
 
     /// A chunk is in this group now; in none of its lists yet.
-    pub(super) fn place(&mut self, number: u32, group: u32, depth: u32, (bytes, of_group): (u64, u32)) {
+    pub(super) fn place(&mut self, number: u32, group: u32, depth: u32, bytes: u64, of_group: u32) {
         self.change(number, |r| (r.group, r.depth_held) = (group, depth.min(MOST_DEPTH) << 1));
         if bytes != u64::from(of_group) {
             self.odd.insert(number, bytes);

@@ -335,13 +335,13 @@ impl Prefix {
                     group.bytes = bytes;
                     *now = self.groups.add(group);
                 }
-                Item::Chunk { tag, depth, bytes, held } => self.restore(*now, tag, (depth, bytes), held)?,
+                Item::Chunk { tag, depth, bytes, held } => self.restore(*now, tag, depth, bytes, held)?,
             }
         }
         Some(())
     }
 
-    fn restore(&mut self, group: u32, tag: u64, (depth, bytes): (u32, u64), held: bool) -> Option<()> {
+    fn restore(&mut self, group: u32, tag: u64, depth: u32, bytes: u64, held: bool) -> Option<()> {
         let chunk = match self.chunks.find(tag) {
             // Saved twice: it moved to a later group meanwhile.
             Some(chunk) => {
@@ -352,7 +352,7 @@ impl Prefix {
         };
         let to = self.groups.get_mut(group)?;
         to.waiting += 1;
-        self.chunks.place(chunk, group, depth, (bytes, to.bytes));
+        self.chunks.place(chunk, group, depth, bytes, to.bytes);
         if held {
             self.chunks.hold(&mut to.held, chunk);
             self.held += 1;

@@ -43,7 +43,8 @@ impl Evidence {
 
 pub(super) fn merge(
     superblock: &Superblock,
-    (data, len): (&File, u64),
+    data: &File,
+    len: u64,
     old: OldIndex,
     slots: Vec<FoundSlot>,
     progress: &dyn Fn(u64),
@@ -70,7 +71,7 @@ pub(super) fn merge(
     for (number, evidence) in all.into_iter().filter(|(n, _)| *n < 1 << 24) {
         let is_cut = old.regions_end.is_none_or(|end| number >= end);
         let ring_counts = ring_is_whole && !is_cut && !old.damaged_regions.contains(&number);
-        let segment = one((number, ring_counts), evidence, (data, len), (&mut merged, progress))?;
+        let segment = one(number, ring_counts, evidence, data, len, &mut merged, progress)?;
         let highest = segment.records.iter().map(|r| r.sequence).max().unwrap_or(0);
         merged.max_sequence = merged.max_sequence.max(highest);
         merged.segments.push(segment);
@@ -81,10 +82,13 @@ pub(super) fn merge(
 /// One segment. Where the index is whole, only slots that it names count: the others were never
 /// published.
 fn one(
-    (number, ring_is_whole): (u32, bool),
+    number: u32,
+    ring_is_whole: bool,
     mut evidence: Evidence,
-    (data, len): (&File, u64),
-    (merged, progress): (&mut Merged, &dyn Fn(u64)),
+    data: &File,
+    len: u64,
+    merged: &mut Merged,
+    progress: &dyn Fn(u64),
 ) -> Result<SegmentImage> {
     let epoch = evidence.epoch();
     evidence.slots.retain(|s| s.header.epoch == epoch);

@@ -92,9 +92,9 @@ pub fn rebuild(
     let derived = old.superblock.is_none();
     let mut superblock = match &old.superblock {
         Some(superblock) => superblock.clone(),
-        None => derive(files, (&old, &slots), sibling, len)?,
+        None => derive(files, &old, &slots, sibling, len)?,
     };
-    let merged = merge(&superblock, (&data, len), old, slots, progress)?;
+    let merged = merge(&superblock, &data, len, old, slots, progress)?;
     fit(&mut superblock, &merged, derived);
     let mut rebuilt = Rebuilt { derived, old_records: merged.old_records, ..Rebuilt::default() };
     for segment in merged.segments.iter().filter(|s| !s.records.is_empty()) {
@@ -103,7 +103,7 @@ pub fn rebuild(
         rebuilt.bytes += segment.records.iter().map(|r| r.length).sum::<u64>();
     }
     if !options.dry_run {
-        put_in_place(files, (&data, &superblock), &merged, options.backup)?;
+        put_in_place(files, &data, &superblock, &merged, options.backup)?;
     }
     rebuilt.left_out = merged.left_out;
     Ok(rebuilt)
@@ -138,7 +138,8 @@ fn most_named<K: Copy + Ord + std::hash::Hash>(votes: impl Iterator<Item = (K, u
 /// A superblock for a lane that has lost both copies.
 fn derive(
     files: &LaneDir,
-    (old, slots): (&OldIndex, &[FoundSlot]),
+    old: &OldIndex,
+    slots: &[FoundSlot],
     sibling: Option<&Superblock>,
     len: u64,
 ) -> Result<Superblock> {
@@ -207,7 +208,8 @@ fn fit(superblock: &mut Superblock, merged: &Merged, derived: bool) {
 
 fn put_in_place(
     files: &LaneDir,
-    (data, superblock): (&File, &Superblock),
+    data: &File,
+    superblock: &Superblock,
     merged: &Merged,
     backup: bool,
 ) -> Result<()> {
