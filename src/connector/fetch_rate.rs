@@ -31,7 +31,7 @@ impl FetchRate {
 
     /// A request's fetches have ended with so many `tokens`, and those of others have brought
     /// `here` by `now`. `is_idle`: none is under way any more.
-    pub(super) fn ended(&mut self, (tokens, here): (usize, usize), (now, is_idle): (Instant, bool)) {
+    pub(super) fn ended(&mut self, tokens: usize, here: usize, now: Instant, is_idle: bool) {
         self.ended += tokens.cast_signed();
         let brought = self.ended + here.cast_signed();
         let Some(takes) = self.since.map(|since| now.saturating_duration_since(since)) else { return };
@@ -60,7 +60,7 @@ mod tests {
             for number in 0..side_by_side {
                 let (others, at) = (side_by_side - number - 1, takes_ms + number);
                 let here = (0..others).map(|other| 1000 * at / (at + 1 + other)).sum::<u64>() as usize;
-                rate.ended((1000, here), (now + Duration::from_millis(at), others == 0));
+                rate.ended(1000, here, now + Duration::from_millis(at), others == 0);
             }
             now += Duration::from_secs(60);
         }
@@ -81,14 +81,14 @@ mod tests {
         let (mut rate, start) = (FetchRate::default(), Instant::now());
         rate.begun(start, 0);
         // Two at any time, each of 1000 tokens in two seconds.
-        (1..=15).for_each(|second| rate.ended((1000, 500), (start + second * PART, false)));
+        (1..=15).for_each(|second| rate.ended(1000, 500, start + second * PART, false));
         assert_eq!(rate.settled(), Some(1000.0));
         // Those that bring nothing leave the time to those that do.
         let (mut rate, start) = (FetchRate::default(), Instant::now());
         rate.begun(start, 0);
         for n in 1..=15 {
-            rate.ended((0, 0), (start + (2 * n - 1) * PART, false));
-            rate.ended((1000, 0), (start + 2 * n * PART, false));
+            rate.ended(0, 0, start + (2 * n - 1) * PART, false);
+            rate.ended(1000, 0, start + 2 * n * PART, false);
         }
         assert_eq!(rate.settled(), Some(500.0));
     }
@@ -99,15 +99,15 @@ mod tests {
         for _ in 0..15 {
             rate.begun(now, 0);
             // Two are over, the second is asked about later, in the time of another.
-            rate.ended((1000, 1000), (now + PART, true));
+            rate.ended(1000, 1000, now + PART, true);
             now += 10 * PART;
             rate.begun(now, 1000);
-            rate.ended((1000, 0), (now + PART / 2, false));
-            rate.ended((2000, 0), (now + PART, true));
+            rate.ended(1000, 0, now + PART / 2, false);
+            rate.ended(2000, 0, now + PART, true);
             now += 10 * PART;
             // One ends while another is under way, which is forgotten.
             rate.begun(now, 0);
-            rate.ended((5000, 0), (now + PART / 2, false));
+            rate.ended(5000, 0, now + PART / 2, false);
             now += 10 * PART;
         }
         assert_eq!(rate.settled(), Some(2000.0));

@@ -157,7 +157,8 @@ impl Fetches {
     pub(super) fn is_coming<'a>(
         &mut self,
         engines: impl Iterator<Item = &'a Engine> + Clone,
-        (req_id, prompt): (&str, &Prompt),
+        req_id: &str,
+        prompt: &Prompt,
         patience: Duration,
     ) -> Result<bool> {
         if self.of.contains_key(req_id) {
@@ -201,7 +202,7 @@ impl Fetches {
         let is_idle = self.of.values().flatten().all(Fetch::is_over);
         let ends = over.iter().chain(self.of.values().flatten()).filter_map(|fetch| Some(fetch.measured()?.1.end));
         let upto = ends.max().filter(|_| is_idle).unwrap_or_else(Instant::now);
-        self.bringing.ended((brought(&over) * chunk, self.brought() * chunk), (upto, is_idle));
+        self.bringing.ended(brought(&over) * chunk, self.brought() * chunk, upto, is_idle);
         false
     }
 
@@ -244,7 +245,9 @@ impl Pins {
     pub(super) fn pin<'a>(
         &mut self,
         engines: impl Iterator<Item = &'a Engine>,
-        (req_id, prompt, tokens): (&str, &Prompt, usize),
+        req_id: &str,
+        prompt: &Prompt,
+        tokens: usize,
         patience: Duration,
     ) -> Result<usize> {
         // A server asks in every step until it has room for the request: pin only now and then.

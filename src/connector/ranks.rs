@@ -232,7 +232,7 @@ fn engines(tables: &[(CacheShard, Arc<Engine>)]) -> impl Iterator<Item = &Engine
 
 impl PrefixLookup for RanksLookup {
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
-        if self.fetches.is_coming(engines(&self.tables), (req_id, prompt), self.patience)? {
+        if self.fetches.is_coming(engines(&self.tables), req_id, prompt, self.patience)? {
             return Ok(None);
         }
         let is_first = !self.tables.is_empty() && self.looked_up.insert(req_id.to_owned());
@@ -287,7 +287,7 @@ impl PrefixLookup for RanksLookup {
     }
 
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
-        self.pins.pin(engines(&self.tables), (req_id, prompt, tokens), patience)
+        self.pins.pin(engines(&self.tables), req_id, prompt, tokens, patience)
     }
 
     fn unpin(&mut self, req_id: &str) {

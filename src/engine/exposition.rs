@@ -152,8 +152,8 @@ impl EngineInner {
             for path in [Some(drive.report.active), device].into_iter().flatten() {
                 e.value(&PATH, &[&name, path.as_str()], 1.0);
             }
-            expose_queue(e, (&name, "read"), &drive.read.stats().counts());
-            expose_queue(e, (&name, "write"), &drive.write.stats().counts());
+            expose_queue(e, &name, "read", &drive.read.stats().counts());
+            expose_queue(e, &name, "write", &drive.write.stats().counts());
         }
         for drive in &s.log.drives {
             e.value(&DISK_BYTES, &[&drive.dir], drive.disk_bytes as f64);
@@ -223,7 +223,7 @@ fn expose_remote(e: &mut Exposition, of: &RemoteStats) {
     e.value(&REMOTE_QUEUED, &[], of.queued as f64);
 }
 
-fn expose_queue(e: &mut Exposition, (drive, direction): (&str, &str), counts: &IoCounts) {
+fn expose_queue(e: &mut Exposition, drive: &str, direction: &str, counts: &IoCounts) {
     e.value(&IO_IN_FLIGHT, &[drive, direction], counts.in_flight as f64);
     let ends = [
         ("ok", counts.completed),

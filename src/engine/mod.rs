@@ -203,7 +203,7 @@ impl Engine {
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
         // Before the cache: a thread that tries again to open one would outlive an error here.
         let remote = open::remote(&options, &geometry)?;
-        let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
+        let opening = open::opening(&options, &geometry, &pipeline_options, pipeline.is_loading())?;
         let counters = stats::EngineCounters::default();
         let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, remote, counters, forks });
         Ok(Self { inner })

@@ -135,10 +135,11 @@ pub(super) fn remote(options: &EngineOptions, geometry: &Geometry) -> Result<Opt
 pub(super) fn opening(
     options: &EngineOptions,
     geometry: &Geometry,
-    (pipeline, is_loading): (&PipelineOptions, IsLoading),
+    pipeline: &PipelineOptions,
+    is_loading: IsLoading,
 ) -> Result<Arc<Opening>> {
     let (of, geometry, pipeline) = (options.clone(), geometry.clone(), pipeline.clone());
-    let open = move || open_log(&of, &geometry, (&pipeline, &is_loading));
+    let open = move || open_log(&of, &geometry, &pipeline, &is_loading);
     Opening::start(Box::new(open), options.settings.on_open_failure, options.reopen_every)
 }
 
@@ -185,7 +186,8 @@ fn check_quota(log: &LogOptions, quota_of: Option<Capacity>) -> Result<()> {
 fn open_log(
     options: &EngineOptions,
     geometry: &Geometry,
-    (pipeline, is_loading): (&PipelineOptions, &IsLoading),
+    pipeline: &PipelineOptions,
+    is_loading: &IsLoading,
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
     check_quota(&log, options.settings.tenant_quota)?;

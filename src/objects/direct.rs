@@ -80,7 +80,8 @@ pub(super) struct DirectMemory {
 pub(super) fn cut(
     registered: &CallerRegions,
     memory: &ObjectMemory,
-    (lead, bytes): (usize, usize),
+    lead: usize,
+    bytes: usize,
     staged_bytes: usize,
 ) -> Vec<Piece> {
     let mut pieces = Vec::new();

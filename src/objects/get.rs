@@ -39,7 +39,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
             continue;
         }
         match found {
-            FoundObject::Parts(parts) => parts.start(core, &log, (name, target, ticket)),
+            FoundObject::Parts(parts) => parts.start(core, &log, name, target, ticket),
             FoundObject::Whole(chunk) => {
                 let (batch, key) = (Arc::clone(&ticket.batch), chunk.key);
                 let read = SlotRead { log: Arc::clone(&log), chunk, target, name: Some(name), batch };
@@ -157,7 +157,7 @@ impl Gather {
 }
 
 impl FoundParts {
-    fn start(self, core: &Arc<Core>, log: &Arc<Log>, (name, target, ticket): (Vec<u8>, ObjectMemory, Ticket)) {
+    fn start(self, core: &Arc<Core>, log: &Arc<Log>, name: Vec<u8>, target: ObjectMemory, ticket: Ticket) {
         let total = target.len() as u64;
         let batch = Arc::clone(&ticket.batch);
         let left = self.chunks.len() + 1;

@@ -20,7 +20,8 @@ pub(super) fn list(
     core: &Core,
     log: &Arc<Log>,
     prefix: &[u8],
-    (limit, after): (usize, Option<&[u8]>),
+    limit: usize,
+    after: Option<&[u8]>,
 ) -> Result<Vec<(Vec<u8>, u64)>> {
     let place = |key: &ChunkKey| u128::from_be_bytes(*key.0.first_chunk().unwrap_or(&[0; 16]));
     let after = after.map(|name| place(&object_key(name)));

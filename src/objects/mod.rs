@@ -288,7 +288,7 @@ impl ObjectStore {
     /// # Errors
     /// [`ErrorKind::Closed`] where the store is disabled or closed, [`ErrorKind::Forked`].
     pub fn list(&self, prefix: &[u8], limit: usize, after: Option<&[u8]>) -> Result<Vec<(Vec<u8>, u64)>> {
-        listing::list(&self.core, &self.open_log()?, prefix, (limit, after))
+        listing::list(&self.core, &self.open_log()?, prefix, limit, after)
     }
 
     /// Removes everything in this namespace, for all processes and for good: it is durable when the

@@ -101,12 +101,12 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let pools = [Arc::clone(&load_pool), Arc::clone(&store_pool)];
     let registered: Arc<CallerRegions> = Arc::default();
     let later = Arc::clone(&registered);
-    let open = move || open_log(&options, Arc::clone(&geometry), (&pools, &later));
+    let open = move || open_log(&options, Arc::clone(&geometry), &pools, &later);
     let opening = Opening::start(Box::new(open), settings.on_open_failure, every)?;
     let io_timeout = settings.io_timeout();
     let removal = RemovalThread::start(Arc::clone(&opening))?;
     let (workers, drives) = (settings.worker_threads(), settings.drives.len());
-    let work = Workers::new(load_pool, store_pool, (workers, drives, io_timeout + io_timeout / 2))?;
+    let work = Workers::new(load_pool, store_pool, workers, drives, io_timeout + io_timeout / 2)?;
     let (counters, storing, pins, losses) = Default::default();
     Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, storing, registered, pins, losses }))
 }
@@ -114,7 +114,8 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
 fn open_log(
     options: &ObjectOptions,
     geometry: Arc<Geometry>,
-    (pools, registered): (&[Arc<StagingPool>], &CallerRegions),
+    pools: &[Arc<StagingPool>],
+    registered: &CallerRegions,
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, geometry)?;
     log.codec = device::codec_of(&options.settings, true);

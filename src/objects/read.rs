@@ -76,7 +76,7 @@ impl SlotRead {
         let is_coded = self.is_coded();
         let pieces = match is_coded {
             true => direct::of_extents(&self.chunk.layout, lead),
-            false => direct::cut(&core.registered, &self.target, (lead, self.bytes()), staged_bytes),
+            false => direct::cut(&core.registered, &self.target, lead, self.bytes(), staged_bytes),
         };
         let state = Mutex::new((Pieces::new(pieces.len(), is_coded), None));
         let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
@@ -102,7 +102,7 @@ impl Reading {
             return self.ended(core, n, Err(ObjectCause::Internal));
         };
         match (grant, direct.clone()) {
-            (Grant::Permit(permit), Some(memory)) => self.direct(core, n, (memory, permit)),
+            (Grant::Permit(permit), Some(memory)) => self.direct(core, n, memory, permit),
             (Grant::Buffer(buf), None) => {
                 let (own, again) = (Arc::clone(&self), Arc::clone(core));
                 let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
@@ -133,7 +133,7 @@ impl Reading {
 
     /// Reads a piece into the caller's memory and checks it there. It has ended when the kernel has
     /// let go of that memory, which may be long after the time-out.
-    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, StagingShare)) {
+    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, memory: DirectMemory, permit: StagingShare) {
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let ended = move |end| own.ended(&again, n, end);
         let Some((buf, verdict)) = memory.lend(core, &self.read.batch, permit, ended) else { return };

@@ -185,7 +185,9 @@ impl Workers {
     pub(super) fn new(
         load_pool: Arc<StagingPool>,
         store_pool: Arc<StagingPool>,
-        (workers, drives, patience): (usize, usize, Duration),
+        workers: usize,
+        drives: usize,
+        patience: Duration,
     ) -> Result<Arc<Self>> {
         let queues = || (0..drives.max(1)).map(|_| DriveQueue::default()).collect();
         let state = Mutex::new(WorkState { drives: [queues(), queues()], ..WorkState::default() });
@@ -321,7 +323,8 @@ impl Workers {
     fn start(
         self: &Arc<Self>,
         state: &mut WorkState,
-        (way, drive): (StagingClass, usize),
+        way: StagingClass,
+        drive: usize,
         now: Instant,
     ) -> Option<NextJob> {
         let grant = self.grant(state, way, drive)?;
@@ -337,7 +340,7 @@ impl Workers {
         let side = way.side();
         let (drives, turn) = (state.drives.get(side)?.len(), *state.turn.get(side)?);
         for drive in (turn..drives).chain(0..turn) {
-            if let Some(next) = self.start(state, (way, drive), now) {
+            if let Some(next) = self.start(state, way, drive, now) {
                 if let Some(turn) = state.turn.get_mut(side) {
                     *turn = (drive + 1) % drives;
                 }
@@ -355,7 +358,7 @@ impl Workers {
         let (side, drive) =
             state.drives.iter().enumerate().find_map(|(side, queues)| Some((side, stalled(queues)?)))?;
         let ways = [StagingClass::Load, StagingClass::Store, StagingClass::Open].into_iter();
-        let started = ways.filter(|way| way.side() == side).find_map(|way| self.start(state, (way, drive), now));
+        let started = ways.filter(|way| way.side() == side).find_map(|way| self.start(state, way, drive, now));
         started.or_else(|| Some(NextJob::GiveUp(state.of(side, drive)?.take(), ObjectCause::TimedOut)))
     }
 

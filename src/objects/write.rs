@@ -136,7 +136,7 @@ impl SlotWrite {
             layout => {
                 let payload = layout.as_ref().and_then(|layout| layout.extents.first());
                 let bytes = payload.map_or(0, |payload| payload.padded_len as usize);
-                direct::cut(&core.registered, &self.source, (0, bytes), staged_bytes)
+                direct::cut(&core.registered, &self.source, 0, bytes, staged_bytes)
             }
         };
         let need = pieces.first().map_or(StagingNeed::Buffer, Piece::need);
@@ -144,17 +144,20 @@ impl SlotWrite {
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |grant| match grant {
             Ok(_) if self.batch.gate.is_closed() => done(&own, Err(ObjectCause::Cancelled)),
-            Ok(grant) => self.begin(&own, drive, (pieces, grant), done),
+            Ok(grant) => self.begin(&own, drive, pieces, grant, done),
             Err(cause) => done(&own, Err(cause)),
         });
         core.work.stage(StagingClass::Open, drive, vec![(need, first)]);
     }
 
-    fn begin(self, core: &Arc<Core>, drive: usize, (pieces, grant): (Vec<Piece>, Grant), done: Done<Stored>) {
+    fn begin(self, core: &Arc<Core>, drive: usize, pieces: Vec<Piece>, grant: Grant, done: Done<Stored>) {
         let Self { log, spec, source, batch } = self;
         let again = Arc::clone(&log);
         let then: Done<Option<Put>> = Box::new(move |core, put| match put {
-            Ok(Some(put)) => Writing::start(core, (again, put), (source, batch), (pieces, grant, done)),
+            Ok(Some(put)) => {
+                let drive = put.drive();
+                Writing::new(again, put, source, batch, pieces, done).start(core, drive, grant);
+            }
             not => {
                 drop(grant);
                 done(core, not.map(|_| Stored::WasThere));
@@ -167,15 +170,15 @@ impl SlotWrite {
 }
 
 impl Writing {
-    fn start(
-        core: &Arc<Core>,
-        (log, put): (Arc<Log>, Put),
-        (source, batch): (ObjectMemory, Arc<ObjectBatch>),
-        (pieces, grant, done): (Vec<Piece>, Grant, Done<Stored>),
-    ) {
-        let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
-        let drive = put.drive();
-        let writing = Arc::new(Self {
+    fn new(
+        log: Arc<Log>,
+        put: Put,
+        source: ObjectMemory,
+        batch: Arc<ObjectBatch>,
+        pieces: Vec<Piece>,
+        done: Done<Stored>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
             payload_offset: put.layout().extents.first().map_or(0, |first| first.offset),
             layout: put.layout().clone(),
             state: Mutex::new(Pieces::new(pieces.len(), put.layout().codec() != SlotCodec::None)),
@@ -186,13 +189,17 @@ impl Writing {
             batch,
             done: Mutex::new(Some(done)),
             instead: Mutex::default(),
-        });
-        let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
-            let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
-            (need, Box::new(move |grant| writing.piece(&core, n, grant)))
+        })
+    }
+
+    /// Queues its pieces, and writes the first one by `grant`.
+    fn start(self: Arc<Self>, core: &Arc<Core>, drive: usize, grant: Grant) {
+        let job = |(n, piece): (usize, &Piece)| -> (StagingNeed, Staged) {
+            let (core, writing) = (Arc::clone(core), Arc::clone(&self));
+            (piece.need(), Box::new(move |grant| writing.piece(&core, n, grant)))
         };
-        core.work.stage(StagingClass::Store, drive, needs.into_iter().enumerate().skip(1).map(job).collect());
-        writing.piece(core, 0, Ok(grant));
+        core.work.stage(StagingClass::Store, drive, self.pieces.iter().enumerate().skip(1).map(job).collect());
+        self.piece(core, 0, Ok(grant));
     }
 
     /// On a worker.
@@ -206,7 +213,7 @@ impl Writing {
             return self.ended(core, n, Err(ObjectCause::Internal));
         };
         match (grant, direct.clone()) {
-            (Grant::Permit(permit), Some(memory)) => self.direct(core, n, (memory, permit)),
+            (Grant::Permit(permit), Some(memory)) => self.direct(core, n, memory, permit),
             (Grant::Buffer(mut buf), None) => {
                 let filled = match self.layout.extents.get(n) {
                     Some(extent) if self.is_coded() => self.code(n, extent, buf.as_mut_slice()),
@@ -247,7 +254,7 @@ impl Writing {
 
     /// Takes the CRC of a piece in the caller's memory and writes it from there. The piece ends
     /// when the kernel has let go of that memory.
-    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, StagingShare)) {
+    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, memory: DirectMemory, permit: StagingShare) {
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let ended = move |end| own.ended(&again, n, end);
         let Some((buf, verdict)) = memory.lend(core, &self.batch, permit, ended) else { return };

@@ -452,7 +452,7 @@ impl PrefetchPump {
             job.count(|of| of.no_room += 1);
             return FetchNext::Chunk;
         };
-        match self.read(job, &*source, (&filling, tier.frame_bytes())) {
+        match self.read(job, &*source, &filling, tier.frame_bytes()) {
             FetchEnd::Well(crcs) => {
                 match filling.publish_prefetched(&crcs) {
                     Some(hit) => {
@@ -481,7 +481,7 @@ impl PrefetchPump {
         }
     }
 
-    fn read(&self, job: &PrefetchInner, source: &dyn ChunkSource, (filling, frame): (&Filling, usize)) -> FetchEnd {
+    fn read(&self, job: &PrefetchInner, source: &dyn ChunkSource, filling: &Filling, frame: usize) -> FetchEnd {
         let (layout, limits) = (source.layout(), self.limits(frame));
         let groups = match layer_groups(&[layout], limits) {
             Ok(groups) => groups,
@@ -504,7 +504,7 @@ impl PrefetchPump {
                 let Some(piece) = pieces.get(at) else { return FetchEnd::Not };
                 in_flight -= piece.span.len;
                 left -= 1;
-                match self.came(source, piece, (completion, filling), &mut found) {
+                match self.came(source, piece, completion, filling, &mut found) {
                     Ok(true) => continue,
                     Ok(false) => return FetchEnd::Not,
                     Err(e) => return FetchEnd::Bad(MissCause::of(&e)),
@@ -554,7 +554,8 @@ impl PrefetchPump {
         &self,
         source: &dyn ChunkSource,
         piece: &FetchPiece,
-        (completion, filling): (Completion, &Filling),
+        completion: Completion,
+        filling: &Filling,
         found: &mut SeenCrcs,
     ) -> Result<bool> {
         completion.result?;

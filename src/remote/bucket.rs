@@ -113,7 +113,8 @@ impl RemoteBucket {
     pub(super) async fn get(
         &self,
         name: &Path,
-        (range, size): (Range<u64>, u64),
+        range: Range<u64>,
+        size: u64,
         mut take: impl FnMut(&[u8]) + Send,
     ) -> Answer<()> {
         let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };

@@ -166,7 +166,8 @@ pub(super) enum FetchOrder {
 pub(super) fn start(
     shared: &Arc<Shared>,
     runtime: &tokio::runtime::Handle,
-    (to, order): (Destination, FetchOrder),
+    to: Destination,
+    order: FetchOrder,
     deadline: Instant,
 ) -> Fetch {
     let started = Instant::now();
@@ -177,7 +178,7 @@ pub(super) fn start(
         let all = async {
             match order {
                 FetchOrder::Prompt(wanted) => run(shared, &to, wanted, state).await,
-                FetchOrder::Listed(objects, most) => restore::run(shared, &to, (objects, most), state).await,
+                FetchOrder::Listed(objects, most) => restore::run(shared, &to, objects, most, state).await,
             }
         };
         let stopped = tokio::time::timeout_at(deadline.into(), all).await.unwrap_or(Some(RemoteCause::TimedOut));
@@ -203,7 +204,7 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
     let (root, preferred_drive) = (Some(first.key), to.log.preferred_drive(&first.parent));
     let spec = |wanted: &Wanted| PutSpec { root, preferred_drive, ..put_spec(to, wanted) };
     let mut chunks = futures_util::stream::iter(wanted)
-        .map(|wanted| async move { bring(shared, to, (&wanted, spec(&wanted)), turn).await })
+        .map(|wanted| async move { bring(shared, to, &wanted, spec(&wanted), turn).await })
         .buffered(AT_ONCE);
     while let Some(end) = chunks.next().await {
         match end {
@@ -267,7 +268,8 @@ pub(super) fn put_spec(to: &Destination, wanted: &Wanted) -> PutSpec {
 pub(super) async fn bring(
     shared: &Shared,
     to: &Destination,
-    (wanted, spec): (&Wanted, PutSpec),
+    wanted: &Wanted,
+    spec: PutSpec,
     turn: u64,
 ) -> Result<u64, RemoteCause> {
     let (mut room, mut full_since, mut spec) = (None, None, Box::new(spec));
@@ -288,7 +290,7 @@ pub(super) async fn bring(
                     put.fail(&Error::new(ErrorKind::TimedOut, "writes to the drive hang"));
                     return Err(RemoteCause::Drive);
                 }
-                let end = fill((shared, to, room), (wanted, &layout, turn), put).await;
+                let end = fill(shared, to, room, wanted, &layout, turn, put).await;
                 match end {
                     Err(RemoteCause::Absent | RemoteCause::Expired) => {
                         shared.known.set(&wanted.key, RemotePresence::Absent);
@@ -334,8 +336,12 @@ fn hangs(shared: &Shared, put: &Put) -> bool {
 
 /// Reads a chunk's object into its slot; `false` where another process has stored it meanwhile.
 async fn fill(
-    (shared, to, room): (&Shared, &Destination, &Arc<Room>),
-    (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
+    shared: &Shared,
+    to: &Destination,
+    room: &Arc<Room>,
+    wanted: &Wanted,
+    layout: &SlotLayout,
+    turn: u64,
     put: Put,
 ) -> Result<bool, RemoteCause> {
     let id = FrameId { key: wanted.key, put: PutId { drive: to.log.drive_id(put.drive()), sequence: put.sequence() } };
@@ -399,9 +405,9 @@ async fn part(
         taken += bytes.len();
         writer.take(rest);
     };
-    shared.bucket.get(&name, (range, object::object_bytes(layout)), take).await?;
+    shared.bucket.get(&name, range, object::object_bytes(layout), take).await?;
     let options = to.log.options();
-    let check = |bytes: &[u8]| object::check_header(bytes, wanted, (&shared.place(), layout), options.clock.unix_s());
+    let check = |bytes: &[u8]| object::check_header(bytes, wanted, &shared.place(), layout, options.clock.unix_s());
     let header = if header.is_empty() { None } else { Some(check(&header)?) };
     let crcs = writer.end().await?;
     chunk.room.free(len as u64);

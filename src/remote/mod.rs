@@ -260,7 +260,7 @@ impl Remote {
             return Fetch::nothing();
         }
         let to = fetch::Destination { log, memory, evicts: true };
-        fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Prompt(wanted)), deadline)
+        fetch::start(&self.shared, &self.runtime, to, fetch::FetchOrder::Prompt(wanted), deadline)
     }
 
     /// Starts to bring all of `objects` that no drive has to a drive, the beginnings of prompts
@@ -271,7 +271,7 @@ impl Remote {
             return Fetch::nothing();
         }
         let to = fetch::Destination { log, memory: None, evicts: false };
-        fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
+        fetch::start(&self.shared, &self.runtime, to, fetch::FetchOrder::Listed(objects, most), deadline)
     }
 
     /// Deletes the objects of `keys` and of `others`, which have left the drives. Only those of
@@ -375,7 +375,7 @@ impl Remote {
     /// Counters.
     #[must_use]
     pub fn stats(&self) -> RemoteStats {
-        self.shared.counters.stats((!self.shared.bucket.is_up(), self.shared.uploads.len()))
+        self.shared.counters.stats(!self.shared.bucket.is_up(), self.shared.uploads.len())
     }
 }
 

@@ -61,7 +61,8 @@ pub(super) fn header_for(mut header: SlotHeader, namespace: &str, layout: &SlotL
 pub(super) fn check_header(
     bytes: &[u8],
     wanted: &Wanted,
-    (namespace, layout): (&str, &SlotLayout),
+    namespace: &str,
+    layout: &SlotLayout,
     now_s: u64,
 ) -> std::result::Result<SlotHeader, RemoteCause> {
     let (header, _) = SlotHeader::decode(bytes).map_err(|_| RemoteCause::Corrupt)?;

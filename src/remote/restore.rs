@@ -30,7 +30,8 @@ const LOOK_AGAIN: std::time::Duration = std::time::Duration::from_millis(200);
 pub(super) async fn run(
     shared: &Arc<Shared>,
     to: &Destination,
-    (objects, most): (Vec<RemoteObject>, u64),
+    objects: Vec<RemoteObject>,
+    most: u64,
     state: &FetchState,
 ) -> Option<RemoteCause> {
     let missing = objects.into_iter().filter(|object| !to.log.contains(&object.key));
@@ -58,7 +59,7 @@ pub(super) async fn run(
             if full_tenants.lock().contains(&wanted.tenant) {
                 return Err(RemoteCause::Quota);
             }
-            let end = again(|| fetch::bring(shared, to, (&wanted, fetch::put_spec(to, &wanted)), 0)).await;
+            let end = again(|| fetch::bring(shared, to, &wanted, fetch::put_spec(to, &wanted), 0)).await;
             if end == Err(RemoteCause::Quota) {
                 full_tenants.lock().insert(wanted.tenant);
             }
@@ -99,7 +100,7 @@ async fn describe(shared: &Shared, to: &Destination, object: RemoteObject) -> Re
     }
     let mut header = Vec::with_capacity(full.header_bytes as usize);
     let range = 0..u64::from(full.header_bytes);
-    shared.bucket.get(&shared.name_of(&key, tenant), (range, bytes), |some| header.extend_from_slice(some)).await?;
+    shared.bucket.get(&shared.name_of(&key, tenant), range, bytes, |some| header.extend_from_slice(some)).await?;
     let (header, _) = SlotHeader::decode(&header).map_err(|_| RemoteCause::Corrupt)?;
     if header.key_kind != KeyKind::Chain {
         return Err(RemoteCause::Unsupported);

@@ -79,7 +79,7 @@ pub struct RemoteStats {
 }
 
 impl Counters {
-    pub(super) fn stats(&self, (failing, queued): (bool, usize)) -> RemoteStats {
+    pub(super) fn stats(&self, failing: bool, queued: usize) -> RemoteStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let by_cause = |counts: &CauseCounters<RemoteCause>| -> Vec<(&'static str, u64)> {
             counts.all().into_iter().map(|(cause, n)| (cause.as_str(), n)).collect()
@@ -101,7 +101,7 @@ impl Counters {
 /// As where there is no remote tier: every cause, and nothing counted.
 impl Default for RemoteStats {
     fn default() -> Self {
-        Counters::default().stats((false, 0))
+        Counters::default().stats(false, 0)
     }
 }
 

@@ -270,7 +270,7 @@ pub(super) async fn run(shared: Arc<Shared>) {
 }
 
 async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room: Room) {
-    let end = upload(&active.shared, &log, (&mut chunk, active.number)).await;
+    let end = upload(&active.shared, &log, &mut chunk, active.number).await;
     drop(room);
     active.is_counted = true;
     let shared = Arc::clone(&active.shared);
@@ -311,7 +311,8 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
 async fn upload(
     shared: &Shared,
     log: &Arc<Log>,
-    (waiting, number): (&mut WaitingUpload, u64),
+    waiting: &mut WaitingUpload,
+    number: u64,
 ) -> Result<Option<u64>, RemoteCause> {
     let key = &waiting.key;
     let known = shared.known.get(key);
@@ -321,7 +322,7 @@ async fn upload(
     let lease = LEASE + shared.bucket.put_limit(most) * 2;
     let Some(chunk) = log.hold(key, lease) else {
         if let Some(tenant) = waiting.doubtful.filter(|_| !log.is_paused()) {
-            delete(shared, log, (key, tenant)).await?;
+            delete(shared, log, key, tenant).await?;
         }
         return Err(RemoteCause::Gone);
     };
@@ -333,7 +334,7 @@ async fn upload(
             Ok(size) => {
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
-                if codec.is_some() && !is_useless(shared, log, &chunk, (&name, size)).await? {
+                if codec.is_some() && !is_useless(shared, log, &chunk, &name, size).await? {
                     // It may have come without its description, or that was deleted since.
                     shared.describe().await;
                     return Ok(None);
@@ -348,13 +349,13 @@ async fn upload(
             Err(cause) => return Err(cause),
         }
     }
-    let object = read(shared, log, (&chunk, &mut waiting.paused)).await?;
+    let object = read(shared, log, &chunk, &mut waiting.paused).await?;
     let bytes = object.iter().map(|part| part.len() as u64).sum();
     let put = shared.bucket.put(&name, object, replaces).await;
     // Also where the put has failed: the store may have the object all the same. What was stored
     // anew meanwhile has the same content and the same name.
     if !is_on_a_drive(log, key).await {
-        delete(shared, log, (key, chunk.tenant)).await?;
+        delete(shared, log, key, chunk.tenant).await?;
         return Err(RemoteCause::Gone);
     }
     if matches!(put, Err(RemoteCause::Io | RemoteCause::TimedOut)) {
@@ -368,7 +369,7 @@ async fn upload(
 
 /// Deletes the object of a chunk that has left its drive: a further try of its upload would find no
 /// chunk.
-async fn delete(shared: &Shared, log: &Arc<Log>, (key, tenant): (&ChunkKey, u64)) -> Result<(), RemoteCause> {
+async fn delete(shared: &Shared, log: &Arc<Log>, key: &ChunkKey, tenant: u64) -> Result<(), RemoteCause> {
     shared.known.set(key, RemotePresence::Absent);
     let mut asked = 0;
     while let Err(cause) = shared.bucket.delete(vec![shared.name_of(key, tenant)]).await {
@@ -389,15 +390,10 @@ async fn delete(shared: &Shared, log: &Arc<Log>, (key, tenant): (&ChunkKey, u64)
 /// Whether the object of a chunk is of use to nobody: its header is damaged, it has expired, or it
 /// expires though the chunk does not, as that of an earlier store. Objects stay in the store until
 /// somebody deletes them.
-async fn is_useless(
-    shared: &Shared,
-    log: &Log,
-    chunk: &Chunk,
-    (name, size): (&Path, u64),
-) -> Result<bool, RemoteCause> {
+async fn is_useless(shared: &Shared, log: &Log, chunk: &Chunk, name: &Path, size: u64) -> Result<bool, RemoteCause> {
     let mut header = Vec::new();
     let range = 0..u64::from(chunk.layout.header_bytes).min(size);
-    match shared.bucket.get(name, (range, size), |some| header.extend_from_slice(some)).await {
+    match shared.bucket.get(name, range, size, |some| header.extend_from_slice(some)).await {
         Ok(()) => {}
         Err(RemoteCause::Absent) => return Ok(true),
         Err(cause) => return Err(cause),
@@ -427,10 +423,11 @@ async fn is_on_a_drive(log: &Log, key: &ChunkKey) -> bool {
 async fn read(
     shared: &Shared,
     log: &Arc<Log>,
-    (chunk, paused): (&Chunk, &mut Option<Instant>),
+    chunk: &Chunk,
+    paused: &mut Option<Instant>,
 ) -> Result<Vec<Bytes>, RemoteCause> {
     let layout = chunk.layout.clone();
-    let header = piece(log, (chunk, paused), (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
+    let header = piece(log, chunk, paused, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
     let bad = || {
         // A chunk may have no lease, as in a read-only cache: then its slot may have been erased.
         if log.report_bad(chunk, Bad::Corrupt) { RemoteCause::Corrupt } else { RemoteCause::Gone }
@@ -439,7 +436,7 @@ async fn read(
     let mut pieces = Vec::new();
     for cut in object::cuts(&layout, READ_BYTES) {
         give_way(log).await;
-        pieces.push(piece(log, (chunk, paused), cut).await?);
+        pieces.push(piece(log, chunk, paused, cut).await?);
     }
     let (layers, of) = (header.layers.clone(), layout.clone());
     let verified = move || {
@@ -466,7 +463,8 @@ async fn give_way(log: &Log) {
 
 async fn piece(
     log: &Log,
-    (chunk, paused): (&Chunk, &mut Option<Instant>),
+    chunk: &Chunk,
+    paused: &mut Option<Instant>,
     (offset, len): (u64, usize),
 ) -> Result<crate::io::Buf, RemoteCause> {
     let drive = log.drive(chunk.drive).ok_or(RemoteCause::Closed)?;

@@ -79,7 +79,7 @@ impl Scheduler {
         let multiple = self.options.block_multiple();
         let stop = found.min(tracker.prompt.len().saturating_sub(1)) / multiple * multiple;
         let patience = Duration::from_millis(self.options.load_timeout_ms);
-        if tracker.awaits_more_than(stop.max(num_computed), (multiple, patience)) {
+        if tracker.awaits_more_than(stop.max(num_computed), multiple, patience) {
             self.stats.awaited += 1;
             return Matched { tokens: None, asynchronous };
         }
@@ -87,7 +87,7 @@ impl Scheduler {
         if tokens == 0 || tokens < self.options.min_load_tokens {
             return nothing;
         }
-        if self.options.join_loads && waits(tracker, (&self.loading, num_computed), patience) {
+        if self.options.join_loads && waits(tracker, &self.loading, num_computed, patience) {
             self.stats.joined += 1;
             return Matched { tokens: None, asynchronous };
         }
@@ -108,9 +108,8 @@ impl Scheduler {
         let rest = tracker.prompt.len().saturating_sub(num_computed + tokens);
         let mut together = self.sync_load;
         together += self.in_memory.parts(&tracker.prompt, (num_computed, num_computed + tokens));
-        let both = (together, self.sync_computed + rest);
         let most = Duration::from_millis(self.options.max_sync_stall_ms);
-        let stalls = self.options.layerwise && self.rates.stalls(both, most);
+        let stalls = self.options.layerwise && self.rates.stalls(together, self.sync_computed + rest, most);
         self.stats.stalling += u64::from(stalls);
         tracker.asynchronous = asynchronous || stalls;
         tracker.load = RequestLoad::Answered { computed: num_computed, tokens };
@@ -238,7 +237,8 @@ impl Scheduler {
 /// passed since that was seen first.
 fn waits(
     tracker: &mut Tracker,
-    (loading, computed): (&std::collections::HashMap<ChunkKey, Instant>, usize),
+    loading: &std::collections::HashMap<ChunkKey, Instant>,
+    computed: usize,
     patience: Duration,
 ) -> bool {
     let now = Instant::now();

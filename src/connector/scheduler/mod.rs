@@ -341,7 +341,7 @@ impl Scheduler {
             return;
         }
         let prompt = Prompt::new(request.tokens, self.options.chunk_tokens, request.extra);
-        let mut tracker = Tracker::new(prompt, request.extra, (request.skip_save, request.skip_load));
+        let mut tracker = Tracker::new(prompt, request.extra, request.skip_save, request.skip_load);
         tracker.promised = request.transferred;
         tracker.has = request.computed;
         if self.options.prefetch && self.options.loads() && !request.skip_load {
@@ -459,13 +459,13 @@ impl Scheduler {
                 tracker.replace(&request.blocks);
             }
             let computed = (request.num_computed, request.num_computed + request.num_scheduled);
-            self.save(request.req_id, computed, (tokens_of, &mut meta));
+            self.save(request.req_id, computed, tokens_of, &mut meta);
         }
         for request in &input.cached {
             let computed = (request.num_computed, request.num_computed + request.num_scheduled);
             // In most steps a running request fills no chunk, and costs no more than this.
             if self.update(request, computed.1) {
-                self.save(request.req_id, computed, (tokens_of, &mut meta));
+                self.save(request.req_id, computed, tokens_of, &mut meta);
             }
         }
         // Last: requests that begin in this step are not waiting any more.

@@ -166,7 +166,7 @@ impl Rates {
 
     /// Whether loading `parts` is predicted to take more than `most` longer than computing
     /// `computed` tokens; not before such loads were measured.
-    pub(super) fn stalls(&self, (parts, computed): (LoadParts, usize), most: Duration) -> bool {
+    pub(super) fn stalls(&self, parts: LoadParts, computed: usize, most: Duration) -> bool {
         let computing = self.set.or_else(|| self.computing.per_s());
         let computing_s = computing.map_or(0.0, |rate| computed as f64 / rate);
         self.takes_s(parts, MeasuredRate::per_s).unwrap_or(0.0) - computing_s > most.as_secs_f64()
@@ -339,7 +339,7 @@ mod tests {
 
     #[test]
     fn computing_hides_a_load_within_its_step() {
-        let stalls = |rates: &Rates| rates.stalls((LoadParts { memory: 0, drives: 4800 }, 3200), 20 * MS);
+        let stalls = |rates: &Rates| rates.stalls(LoadParts { memory: 0, drives: 4800 }, 3200, 20 * MS);
         let mut rates = Rates::default();
         assert!(!stalls(&rates), "nothing measured yet");
         rates.loaded(&from_drives(4800, 0.1));
@@ -348,7 +348,7 @@ mod tests {
         assert!(stalls(&rates), "50 ms longer than computing the rest");
         (0..2).for_each(|_| rates.computing.add(3200.0, 0.09));
         assert!(!stalls(&rates));
-        assert!(!rates.stalls((LoadParts { memory: 4800, drives: 0 }, 0), 20 * MS), "memory was never measured");
+        assert!(!rates.stalls(LoadParts { memory: 4800, drives: 0 }, 0, 20 * MS), "memory was never measured");
         let mut rates = Rates::new(Some(32_000.0));
         rates.loaded(&from_drives(4800, 0.1));
         assert!(!stalls(&rates), "the operator knows how long computing takes");

@@ -18,7 +18,8 @@ impl Scheduler {
         &mut self,
         req_id: &str,
         computed: (usize, usize),
-        (tokens_of, meta): (&mut TokensOf<'_>, &mut StepMeta),
+        tokens_of: &mut TokensOf<'_>,
+        meta: &mut StepMeta,
     ) {
         if !self.options.role.stores() {
             return;
@@ -50,7 +51,7 @@ impl Scheduler {
             return;
         }
         tracker.ripe = None;
-        meta.saves.extend(self.order_save(req_id, (stop, computed.0), (self.step, None)));
+        meta.saves.extend(self.order_save(req_id, stop, computed.0, self.step, None));
     }
 
     /// Orders, for the next step, the stores that waited for the request's end; `generated` tokens
@@ -60,7 +61,7 @@ impl Scheduler {
             return;
         };
         if self.held.has_room(blocks, self.options.max_held_blocks) {
-            let order = self.order_save(req_id, (stop, stop), (self.step + 1, generated));
+            let order = self.order_save(req_id, stop, stop, self.step + 1, generated);
             self.due.extend(order);
         } else {
             self.stats.given_up += 1;
@@ -78,8 +79,10 @@ impl Scheduler {
     fn order_save(
         &mut self,
         req_id: &str,
-        (stop, computed): (usize, usize),
-        (step, generated): (u64, Option<u32>),
+        stop: usize,
+        computed: usize,
+        step: u64,
+        generated: Option<u32>,
     ) -> Option<SaveOrder> {
         let before = self.requests.get(req_id)?;
         // Of a request that loads nothing nothing is asked for: a question may begin to fetch it
@@ -91,7 +94,7 @@ impl Scheduler {
         let start = if found >= stop { stop } else { found / chunk * chunk };
         tracker.saved = Some(stop / chunk * chunk);
         tracker.unfull_saved |= !stop.is_multiple_of(chunk);
-        let there = first_present(tracker, (start, stop, computed), &self.options);
+        let there = first_present(tracker, (start, stop), computed, &self.options);
         self.stats.skipped_window_tokens += (there - start) as u64;
         if there > start {
             tracker.hole.get_or_insert(start);
@@ -128,7 +131,8 @@ fn end_of_save(tracker: &Tracker, end: usize, options: &ConnectorOptions) -> usi
 /// left a sliding window may be another request's by now. Starts a chunk, or is `stop`.
 fn first_present(
     tracker: &Tracker,
-    (start, stop, computed): (usize, usize, usize),
+    (start, stop): (usize, usize),
+    computed: usize,
     options: &ConnectorOptions,
 ) -> usize {
     let chunk = tracker.prompt.chunk_tokens();

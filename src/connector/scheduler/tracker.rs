@@ -66,7 +66,7 @@ pub(super) struct Tracker {
 }
 
 impl Tracker {
-    pub(super) fn new(prompt: Prompt, extra: &Extra, (skip_save, skip_load): (bool, bool)) -> Self {
+    pub(super) fn new(prompt: Prompt, extra: &Extra, skip_save: bool, skip_load: bool) -> Self {
         Self {
             prompt_tokens: prompt.len(),
             prompt,
@@ -117,7 +117,7 @@ impl Tracker {
     }
 
     /// Whether another server's store of more than `stop` tokens is still waited for.
-    pub(super) fn awaits_more_than(&mut self, stop: usize, (multiple, patience): (usize, Duration)) -> bool {
+    pub(super) fn awaits_more_than(&mut self, stop: usize, multiple: usize, patience: Duration) -> bool {
         let chunk = self.prompt.chunk_tokens();
         let promised = self.promised.min(self.prompt.len().saturating_sub(1)) / chunk * chunk;
         promised / multiple * multiple > stop

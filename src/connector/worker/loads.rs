@@ -145,14 +145,14 @@ impl Worker {
     fn refuse_load(&mut self, order: &LoadOrder) {
         self.stats.refused_orders += 1;
         self.failed_requests.insert(order.req_id.clone());
-        self.load_failed(order, (order.computed, &[]));
+        self.load_failed(order, order.computed, &[]);
         if order.asynchronous {
             self.received.push(order.req_id.clone());
         }
     }
 
     /// A load has failed: the blocks from token `usable` on must be computed, and `more` blocks.
-    fn load_failed(&mut self, order: &LoadOrder, (usable, more): (usize, &[u32])) {
+    fn load_failed(&mut self, order: &LoadOrder, usable: usize, more: &[u32]) {
         self.stats.failed_loads += 1;
         let usable = usable.max(order.computed);
         self.failed_epochs.insert(order.req_id.clone(), order.epoch);
@@ -241,7 +241,7 @@ impl Worker {
             }
             if result.tokens < order.stop {
                 self.tell_unread(&order.req_id, &result);
-                self.load_failed(&order, (result.tokens, &result.failed_blocks));
+                self.load_failed(&order, result.tokens, &result.failed_blocks);
             }
             if order.asynchronous {
                 self.received.push(order.req_id);

@@ -167,7 +167,9 @@ impl FenceCache {
 impl Executor {
     /// An executor of `lanes` lanes; the context must be current.
     pub(super) fn new(
-        (context, events, kernels): (&Arc<Context>, &Arc<EventPool>, &Arc<Kernels>),
+        context: &Arc<Context>,
+        events: &Arc<EventPool>,
+        kernels: &Arc<Kernels>,
         lanes: usize,
         max_ctas: u32,
     ) -> Result<Arc<Self>> {

@@ -131,9 +131,9 @@ impl CudaDevice {
         info.check_kernels()?;
         let kernels = Kernels::load(&context, options.checksums)?;
         let events = EventPool::new(Arc::clone(&context));
-        let made = (&context, &events, &kernels);
-        let scatters = Executor::new(made, SCATTER_LANES, options.max_ctas)?.start("forebay-gpu-load")?;
-        let gathers = Executor::new(made, GATHER_LANES, options.max_ctas)?.start("forebay-gpu-store")?;
+        let executor = |lanes| Executor::new(&context, &events, &kernels, lanes, options.max_ctas);
+        let scatters = executor(SCATTER_LANES)?.start("forebay-gpu-load")?;
+        let gathers = executor(GATHER_LANES)?.start("forebay-gpu-store")?;
         let numa = match options.numa {
             Numa::Auto => info.numa_node,
             Numa::Off => None,

@@ -108,7 +108,7 @@ impl CopyStream {
         let suffix = if direction == CopyDirection::ToDevice { "in" } else { "out" };
         let (submitting, events) = (Arc::clone(&stream), Arc::clone(events));
         self.spawn(context, format!("{name}-{suffix}"), move || {
-            submit_all(&submitting, &events, direction, (&copies, &sent))
+            submit_all(&submitting, &events, direction, &copies, &sent)
         })?;
         self.spawn(context, format!("{name}-{suffix}-done"), move || {
             completions.iter().for_each(|sent| complete(&stream, sent));
@@ -127,7 +127,8 @@ fn submit_all(
     stream: &OwnStream,
     events: &Arc<EventPool>,
     direction: CopyDirection,
-    (copies, sent): (&Receiver<Copying>, &Sender<Sent>),
+    copies: &Receiver<Copying>,
+    sent: &Sender<Sent>,
 ) {
     for copying in copies {
         // SAFETY: the contract of `Mover`: both memories are the copy's until `done` is called,

@@ -66,8 +66,11 @@ impl LaunchSlot {
     /// has passed the upload.
     pub(super) unsafe fn upload(
         &mut self,
-        (kernels, stream, max_ctas): (&Kernels, &OwnStream, u32),
-        (bytes, tiles): (usize, usize),
+        kernels: &Kernels,
+        stream: &OwnStream,
+        max_ctas: u32,
+        bytes: usize,
+        tiles: usize,
         encode: impl FnOnce(u64) -> Vec<u8>,
     ) -> CudaResult {
         if bytes > self.now.blob_bytes || tiles > self.now.tiles {

@@ -73,7 +73,7 @@ impl Executor {
     }
 
     fn enqueue(&self, lane: usize, direction: KvDirection, pending: &mut PendingLaunch) {
-        let submitted = self.submit_work(lane, direction, &mut pending.slot, (&pending.batch, &pending.entries));
+        let submitted = self.submit_work(lane, direction, &mut pending.slot, &pending.batch, &pending.entries);
         // Also after a failure: work submitted before it must be over before memory is used again.
         let recorded = match self.streams.get(lane) {
             Some(stream) => stream.record(&self.events).map(Some),
@@ -100,7 +100,8 @@ impl Executor {
         lane: usize,
         direction: KvDirection,
         slot: &mut LaunchSlot,
-        (batch, entries): (&LaunchBatch, &[LaunchEntry]),
+        batch: &LaunchBatch,
+        entries: &[LaunchEntry],
     ) -> CudaResult {
         let Some(stream) = self.streams.get(lane) else { return Ok(()) };
         for after in entries.iter().flat_map(|r| &r.job.after).filter_map(point) {
@@ -119,11 +120,11 @@ impl Executor {
             Some(scratch) => scratch.lock().of(batch.scratch_bytes())?,
             None => 0,
         };
-        let size = (batch.blob_bytes(), batch.num_words() as usize);
+        let (bytes, tiles) = (batch.blob_bytes(), batch.num_words() as usize);
         // SAFETY: the slot was free, and the launch keeps it until the completing thread has seen
         // the stream pass what is submitted here.
         unsafe {
-            slot.upload((&self.kernels, stream, self.max_ctas), size, |blob| {
+            slot.upload(&self.kernels, stream, self.max_ctas, bytes, tiles, |blob| {
                 batch.encode(BatchPlace { blob, scratch, words: 0 })
             })?
         };

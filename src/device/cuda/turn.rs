@@ -46,7 +46,7 @@ impl CudaDevice {
             }
             // SAFETY: each call waits for its launch with the lock held, so none is under way.
             unsafe {
-                slot.upload((&self.kernels, stream, self.max_ctas), (batch.blob_bytes(), 0), |address| {
+                slot.upload(&self.kernels, stream, self.max_ctas, batch.blob_bytes(), 0, |address| {
                     batch.encode(address)
                 })?
             };

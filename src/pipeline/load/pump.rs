@@ -275,7 +275,7 @@ impl LoadPump {
         let groups = layer_groups(&layouts, limits)?;
         let memory = self.options.memory.as_ref().map(|tier| in_memory(tier, &spec, header_apart)).unwrap_or_default();
         let (hit_bytes, ahead) = self.hits_ahead(&layouts, &groups);
-        let mut state = LoadState::new(&spec, groups, header_apart, (memory, ahead));
+        let mut state = LoadState::new(&spec, groups, header_apart, memory, ahead);
         drop(state.take_frames());
         let finished = state.finished;
         if finished {
@@ -401,7 +401,7 @@ impl LoadPump {
         let Some((load, step, drive, (buf, slot))) = self.next() else { return false };
         let share = Arc::new(ReadShare::new(&load.pump, drive, step.span.len));
         let buf = if self.options.drives > 1 { buf.guarded(Arc::clone(&share)) } else { buf };
-        let Some((source, request)) = load.request(&step, buf, (slot, Arc::clone(&share))) else { return true };
+        let Some((source, request)) = load.request(&step, buf, slot, Arc::clone(&share)) else { return true };
         load.reads.fetch_add(1, Ordering::AcqRel);
         let Err(Rejected { request, error }) = source.submit(request) else { return true };
         share.end(false);
@@ -566,7 +566,7 @@ impl LoadPump {
     }
 
     /// A read of `load` has ended, well or not.
-    pub(super) fn read_ended(&self, (load, step): (&LoadInner, &ReadStep), well: bool) {
+    pub(super) fn read_ended(&self, load: &LoadInner, step: &ReadStep, well: bool) {
         load.reads.fetch_sub(1, Ordering::AcqRel);
         if well {
             load.moved();

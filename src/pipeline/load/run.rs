@@ -31,7 +31,8 @@ impl LoadInner {
         self: &Arc<Self>,
         step: &ReadStep,
         buf: Buf,
-        (slot, share): (Option<Buf>, Arc<ReadShare>),
+        slot: Option<Buf>,
+        share: Arc<ReadShare>,
     ) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
         let (load, own_step, own_source) = (Arc::clone(self), step.clone(), Arc::clone(&source));
@@ -43,7 +44,7 @@ impl LoadInner {
                 share.hangs();
             }
             drop(share);
-            load.read_done((own_step, own_source), completion, slot);
+            load.read_done(own_step, own_source, completion, slot);
         });
         let request = source.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
@@ -87,12 +88,13 @@ impl LoadInner {
 
     fn read_done(
         self: &Arc<Self>,
-        (step, source): (ReadStep, Arc<dyn ChunkSource>),
+        step: ReadStep,
+        source: Arc<dyn ChunkSource>,
         Completion { result, buf, .. }: Completion,
         slot: Option<Buf>,
     ) {
         let pump = Arc::clone(&self.pump);
-        pump.read_ended((self, &step), result.is_ok());
+        pump.read_ended(self, &step, result.is_ok());
         match (result, buf) {
             (Ok(()), Some(buf)) => match slot {
                 Some(slot) => self.copy_in(step, buf, slot),
@@ -181,7 +183,7 @@ impl LoadInner {
         };
         let parts = self.parts(step.chunk, &wanted, |at| step.span.staging_offset(at));
         if parts.is_empty() {
-            self.scatter_done(step, Vec::new(), (staging, Ok(CopyOutcome::default())));
+            self.scatter_done(step, Vec::new(), staging, Ok(CopyOutcome::default()));
             return true;
         }
         let load = Arc::clone(self);
@@ -189,7 +191,7 @@ impl LoadInner {
             let (load, chunk, wanted) = (Arc::clone(self), step.chunk, wanted.clone());
             move |fence| load.update(|state| state.submitted(chunk, &wanted, Some(&fence)))
         };
-        let done = move |staging, outcome| load.scatter_done(step, wanted, (staging, outcome));
+        let done = move |staging, outcome| load.scatter_done(step, wanted, staging, outcome);
         self.pump.device().copy(CopyJob {
             gate: Arc::clone(&self.gate),
             after: self.after.clone(),
@@ -218,12 +220,7 @@ impl LoadInner {
         layers.iter().filter_map(part).collect()
     }
 
-    fn scatter_done(
-        self: &Arc<Self>,
-        step: ReadStep,
-        wanted: Vec<usize>,
-        (staging, outcome): (Buf, Result<CopyOutcome>),
-    ) {
+    fn scatter_done(self: &Arc<Self>, step: ReadStep, wanted: Vec<usize>, staging: Buf, outcome: Result<CopyOutcome>) {
         // What comes of it may wait for a drive again.
         self.moved();
         self.pump.landed(step.span.len);

@@ -201,7 +201,8 @@ impl LoadState {
         spec: &LoadSpec,
         groups: Vec<Range<usize>>,
         by_order: bool,
-        (memory, memory_ahead): (Vec<ChunkMemory>, usize),
+        memory: Vec<ChunkMemory>,
+        memory_ahead: usize,
     ) -> Self {
         let chunks = &spec.chunks;
         let layers = spec.kv.layout().num_layers();
@@ -856,7 +857,7 @@ mod tests {
             after: Vec::new(),
             timeout: None,
         };
-        LoadState::new(&spec, std::iter::once(0..2).collect(), false, (vec![memory], MEMORY_AHEAD))
+        LoadState::new(&spec, std::iter::once(0..2).collect(), false, vec![memory], MEMORY_AHEAD)
     }
 
     #[test]

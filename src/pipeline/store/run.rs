@@ -86,7 +86,7 @@ impl StoreInner {
             move |fence| store.update(|state| state.submitted(&step, &fence))
         };
         self.pump.moved(step.drive);
-        let done = move |staging, outcome| store.gather_done(step, (staging, outcome), frame);
+        let done = move |staging, outcome| store.gather_done(step, staging, outcome, frame);
         self.pump.device().copy(CopyJob {
             gate: Arc::clone(&self.gate),
             after,
@@ -95,12 +95,7 @@ impl StoreInner {
         });
     }
 
-    fn gather_done(
-        self: &Arc<Self>,
-        step: StoreStep,
-        (staging, outcome): (Buf, Result<CopyOutcome>),
-        frame: Option<Buf>,
-    ) {
+    fn gather_done(self: &Arc<Self>, step: StoreStep, staging: Buf, outcome: Result<CopyOutcome>, frame: Option<Buf>) {
         let is_misfit = outcome.as_ref().is_ok_and(|out| out.misfit);
         let crcs = match outcome {
             Err(e) => {
