@@ -147,10 +147,9 @@ impl<'a> EscapeTail<'a> {
         let list = self.shape.segments() * SEGMENT_TAIL;
         let range = list + from * ESCAPE_BYTES..list + self.escapes_to(segment) * ESCAPE_BYTES;
         let escapes = self.bytes.get(range).unwrap_or_default().chunks_exact(ESCAPE_BYTES);
-        escapes.filter_map(|e| e.first_chunk::<ESCAPE_BYTES>()).map(|[low, high, exponent]| Escape {
-            place: u16::from_le_bytes([*low, *high]),
-            exponent: *exponent,
-        })
+        escapes
+            .filter_map(|e| e.first_chunk::<ESCAPE_BYTES>())
+            .map(|[low, high, exponent]| Escape { place: u16::from_le_bytes([*low, *high]), exponent: *exponent })
     }
 }
 

@@ -101,7 +101,8 @@ impl SlotLayout {
         if codec == SlotCodec::None || geometry.dtype.bytes != 2 || !BFLOAT16.contains(&geometry.dtype.name.as_str()) {
             return plain;
         }
-        let coded: Vec<ExtentSizes> = geometry.layers.iter().zip(raw).map(|(layer, sizes)| sizes.coded(layer)).collect();
+        let coded: Vec<ExtentSizes> =
+            geometry.layers.iter().zip(raw).map(|(layer, sizes)| sizes.coded(layer)).collect();
         let coded = Self::new(&coded, 0);
         if coded.slot_bytes < plain.slot_bytes { coded } else { plain }
     }
@@ -206,7 +207,9 @@ impl ExtentSizes {
     /// The same with `exp4`, where that is smaller.
     fn smaller(self) -> Self {
         match CodedShape::of(self.payload).map(CodedShape::coded_bytes) {
-            Some(len) if len < self.payload.next_multiple_of(PAGE_BYTES) => Self { len, codec: SlotCodec::Exp4, ..self },
+            Some(len) if len < self.payload.next_multiple_of(PAGE_BYTES) => {
+                Self { len, codec: SlotCodec::Exp4, ..self }
+            }
             _ => self,
         }
     }

@@ -1,6 +1,6 @@
 //! The header of a slot: what lies in it, with the CRC of every extent.
 
-use super::layout::{SlotCodec, HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotLayout};
+use super::layout::{HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotCodec, SlotLayout};
 use super::record::KeyKind;
 use super::{FeatureAccess, PAGE_BYTES, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};

@@ -90,7 +90,8 @@ fn structures_come_back_as_they_were_written() {
     assert_eq!(RegionHeader { records_sum: 0, ..read }, region);
     assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], &read), (records.clone(), 0));
     // As the use before has left them.
-    let before = RegionHeader::decode(&encode_region(&RegionHeader { epoch: 6, ..region }, 2, &records)).unwrap().unwrap();
+    let before =
+        RegionHeader::decode(&encode_region(&RegionHeader { epoch: 6, ..region }, 2, &records)).unwrap().unwrap();
     assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], &before), (vec![], before.count));
     // Sealed again without the first record, and torn.
     let fewer = RegionHeader { count: read.count - 1, ..read };

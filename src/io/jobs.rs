@@ -499,7 +499,11 @@ fn failure(job: &IoJob, span: IoSpan, moved: Moved) -> Option<Error> {
             };
             let source = std::io::Error::from_raw_os_error(errno);
             // For want of the kernel's memory: neither drive nor chunk is bad.
-            if errno == libc::ENOMEM { Error::new(ErrorKind::Internal, what).source(source) } else { Error::io(what, source) }
+            if errno == libc::ENOMEM {
+                Error::new(ErrorKind::Internal, what).source(source)
+            } else {
+                Error::io(what, source)
+            }
         }
     };
     Some(e.at(job.file.path()).offset(at))

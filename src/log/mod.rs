@@ -112,8 +112,11 @@ impl Log {
             let volume = Volume::open(&ctx, number, dir, io, reclaim::helpers())?;
             if let Some(twin) = volumes.iter().find(|v| v.id == volume.id) {
                 let both = format!("{} and {}", twin.root.display(), volume.root.display());
-                return Err(Error::new(ErrorKind::Config, format!("the cache directories {both} have the same drive id"))
-                    .advice("list each directory once; a copy of a cache needs another BUDGET file"));
+                return Err(Error::new(
+                    ErrorKind::Config,
+                    format!("the cache directories {both} have the same drive id"),
+                )
+                .advice("list each directory once; a copy of a cache needs another BUDGET file"));
             }
             volumes.push(Arc::new(volume));
         }

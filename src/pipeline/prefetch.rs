@@ -26,10 +26,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::PipelineOptions;
 use super::cause::MissCause;
 use super::groups::{GroupLimits, GroupSpan, layer_groups};
 use super::load::LoadPump;
-use super::PipelineOptions;
 use super::seam::ChunkSource;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::crc;
@@ -288,11 +288,7 @@ impl PrefetchInner {
 }
 
 impl PrefetchPump {
-    pub(super) fn new(
-        options: &PipelineOptions,
-        loads: Arc<LoadPump>,
-        bell: Arc<Bell>,
-    ) -> Result<Arc<Self>> {
+    pub(super) fn new(options: &PipelineOptions, loads: Arc<LoadPump>, bell: Arc<Bell>) -> Result<Arc<Self>> {
         let pump = Arc::new(Self {
             memory: options.memory.clone(),
             group_bytes: options.group_bytes,

@@ -287,7 +287,8 @@ fn remove_cut_off(dir: &std::path::Path, wanted: fn(&Path) -> bool) -> std::io::
         }
         let Some((whole, number)) = path.to_str().and_then(|path| path.rsplit_once('#')) else { continue };
         let is_cut_off = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()) && wanted(&Path::from(whole));
-        let is_old = |meta: std::fs::Metadata| meta.modified().is_ok_and(|t| t.elapsed().is_ok_and(|age| age >= WRITING));
+        let is_old =
+            |meta: std::fs::Metadata| meta.modified().is_ok_and(|t| t.elapsed().is_ok_and(|age| age >= WRITING));
         if is_cut_off && path.metadata().is_ok_and(is_old) {
             // Another machine may be removing the same.
             std::fs::remove_file(&path).or_else(|e| if e.kind() == NotFound { Ok(()) } else { Err(e) })?;

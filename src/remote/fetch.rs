@@ -307,9 +307,7 @@ pub(super) async fn bring(
             Ok(PutOutcome::AlreadyThere) => tokio::time::sleep(TRY_AGAIN).await,
             Ok(PutOutcome::NotAdmitted(Refusal::Quota, _)) if !to.evicts => return Err(RemoteCause::Quota),
             // Room is being made.
-            Ok(
-                not @ (PutOutcome::NoRoom(_) | PutOutcome::Leaving(_) | PutOutcome::NotAdmitted(Refusal::Quota, _)),
-            ) => {
+            Ok(not @ (PutOutcome::NoRoom(_) | PutOutcome::Leaving(_) | PutOutcome::NotAdmitted(Refusal::Quota, _))) => {
                 let (patience, cause) = match not {
                     PutOutcome::NotAdmitted(..) => (QUOTA_PATIENCE, RemoteCause::Quota),
                     _ => (ROOM_PATIENCE, RemoteCause::NoSpace),

@@ -61,7 +61,7 @@ use crate::log::Log;
 use crate::tier::MemoryTier;
 use bucket::RemoteBucket;
 use known::{KnownObjects, RemotePresence};
-use stats::{RemoteCause, Counters};
+use stats::{Counters, RemoteCause};
 use transfer::{Bound, SparePieces};
 use upload::Uploads;
 
@@ -93,7 +93,9 @@ impl RemoteOptions {
     pub fn of_settings(settings: &Settings) -> Option<Self> {
         Some(Self {
             url: settings.remote_url.clone()?,
-            env: std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?))).collect(),
+            env: std::env::vars_os()
+                .filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)))
+                .collect(),
             timeout: Duration::from_millis(settings.remote_timeout_ms),
             staging: settings.remote_staging as u64,
             mode: settings.mode,
@@ -178,7 +180,11 @@ impl Remote {
         let chunk_bytes = SlotLayout::of_chunk(geometry, geometry.chunk_tokens).slot_bytes;
         if options.staging < 2 * chunk_bytes {
             let remote_staging = options.staging;
-            tracing::warn!(remote_staging, chunk_bytes, "remote_staging is less than two chunks: it is exceeded; raise it");
+            tracing::warn!(
+                remote_staging,
+                chunk_bytes,
+                "remote_staging is less than two chunks: it is exceeded; raise it"
+            );
         }
         Self::start(options, place, Some(geometry.to_json()))
     }
@@ -307,7 +313,11 @@ impl Remote {
             let prefix = shared.bucket.name(parts.into_iter().flatten());
             shared.bucket.delete_below(&prefix, store::is_chunk).await?;
             // Which objects are the tenant's is not known here, so all answers are forgotten.
-            if tenant.is_none() { shared.known.all_gone() } else { shared.known.forget() }
+            if tenant.is_none() {
+                shared.known.all_gone()
+            } else {
+                shared.known.forget()
+            }
             Ok(())
         })
     }
@@ -330,10 +340,13 @@ impl Remote {
                 RemoteCause::Closed => ErrorKind::Closed,
                 _ => ErrorKind::Io,
             };
-            let when = if cause == RemoteCause::Refused { "these credentials may list and delete" } else { "that answers" };
-            Error::new(kind, format!("the remote store has not deleted everything ({})", cause.as_str())).advice(format!(
-                "the drives no longer have it, but it may come back from the store: run this again when {when}"
-            ))
+            let when =
+                if cause == RemoteCause::Refused { "these credentials may list and delete" } else { "that answers" };
+            Error::new(kind, format!("the remote store has not deleted everything ({})", cause.as_str())).advice(
+                format!(
+                    "the drives no longer have it, but it may come back from the store: run this again when {when}"
+                ),
+            )
         };
         if self.thread.lock().is_none() {
             return Err(failed(RemoteCause::Closed));

@@ -311,7 +311,8 @@ mod tests {
         ] {
             assert!(of(text).is_some_and(|said| said.contains(advice)), "{text}");
         }
-        for text in ["400 Bad Request: <Code>RequestTimeout</Code>", "500 Internal Server Error: ", "(code: SlowDown)"] {
+        for text in ["400 Bad Request: <Code>RequestTimeout</Code>", "500 Internal Server Error: ", "(code: SlowDown)"]
+        {
             assert_eq!(of(text), None, "{text}");
         }
     }

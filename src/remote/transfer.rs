@@ -133,9 +133,9 @@ pub(super) async fn end(queue: &dyn Queue, mut submitted: Submitted) -> Result<C
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
     use super::*;
     use crate::io::{DirectFile, FileOptions, IoStats};
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     /// A queue that is full for so many requests, and then ends each at once.
     struct FullQueue(AtomicU32, Arc<IoStats>);

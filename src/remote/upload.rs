@@ -16,11 +16,11 @@ use object_store::path::Path;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::Notify;
 
+use super::Shared;
 use super::known::RemotePresence;
 use super::object;
 use super::stats::RemoteCause;
 use super::transfer::{self, Room};
-use super::Shared;
 use crate::error::ErrorKind;
 use crate::format::layout::SlotCodec;
 use crate::format::slot::SlotHeader;
@@ -210,7 +210,11 @@ impl Uploads {
         if waiting.is_closed {
             return false;
         }
-        if is_parked { waiting.parked.push(chunk) } else { waiting.chunks.push_front(chunk) }
+        if is_parked {
+            waiting.parked.push(chunk)
+        } else {
+            waiting.chunks.push_front(chunk)
+        }
         drop(waiting);
         self.more.notify_one();
         true
@@ -490,13 +494,8 @@ mod tests {
     fn nothing_comes_into_a_closed_queue_and_only_what_is_under_way_is_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let uploads = Uploads::default();
-        let chunk = |n| WaitingUpload {
-            log: Weak::new(),
-            key: ChunkKey([n; 32]),
-            tries: 0,
-            doubtful: None,
-            paused: None,
-        };
+        let chunk =
+            |n| WaitingUpload { log: Weak::new(), key: ChunkKey([n; 32]), tries: 0, doubtful: None, paused: None };
         assert!(uploads.again(chunk(1), false) && uploads.again(chunk(2), false) && uploads.again(chunk(3), true));
         uploads.waiting.lock().looked = Some(Instant::now() + LEASE);
         let (under_way, number) = runtime.block_on(uploads.next());

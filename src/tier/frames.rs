@@ -126,14 +126,7 @@ impl Frames {
     }
 
     /// Lets a chunk be found; `false` while a part of its frame is still being written.
-    pub(super) fn put(
-        &self,
-        id: &FrameId,
-        fill: &FrameFill,
-        rank: Rank,
-        is_unused: bool,
-        crcs: &[u32],
-    ) -> bool {
+    pub(super) fn put(&self, id: &FrameId, fill: &FrameFill, rank: Rank, is_unused: bool, crcs: &[u32]) -> bool {
         let Some(frame) = fill.finish() else { return false };
         steps::step();
         let held = Held { frame, put: id.put, rank, crcs: Arc::from(crcs), is_unused };

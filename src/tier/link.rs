@@ -135,12 +135,7 @@ impl FrameLink {
     }
 
     /// The frame of a chunk, its CRCs, and the number of the lease.
-    pub(super) fn find(
-        self: &Arc<Self>,
-        id: &FrameId,
-        rank: Rank,
-        is_use: bool,
-    ) -> Option<(Frame, Arc<[u32]>, u32)> {
+    pub(super) fn find(self: &Arc<Self>, id: &FrameId, rank: Rank, is_use: bool) -> Option<(Frame, Arc<[u32]>, u32)> {
         let ask = Ask::Find { id: (id.key.0, id.put), place: place(rank), is_use };
         let Answer::Frame { lease, offset, crcs } = self.ask(&ask)? else { return None };
         let frame = FrameFill::new(self.slot(offset, lease)?)?.finish()?;

@@ -56,23 +56,33 @@ pub(super) enum Ask {
 /// From the process that has the frames.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Answer {
-    Welcome { frames: u64 },
-    Refused { version: u32, frame_bytes: u64 },
+    Welcome {
+        frames: u64,
+    },
+    Refused {
+        version: u32,
+        frame_bytes: u64,
+    },
     Nothing,
-    Frame { lease: u32, offset: u64, crcs: Vec<u32> },
-    Ids { ids: Vec<Id> },
+    Frame {
+        lease: u32,
+        offset: u64,
+        crcs: Vec<u32>,
+    },
+    Ids {
+        ids: Vec<Id>,
+    },
     /// `next` is the number of the first change that is not among them. `None` instead of changes
     /// where no number was asked for, or that change is not known any more: the chunks must be
     /// listed.
-    Changes { next: u64, changes: Option<Vec<([u8; 32], bool)>> },
+    Changes {
+        next: u64,
+        changes: Option<Vec<([u8; 32], bool)>>,
+    },
 }
 
 /// Sends a message, with a descriptor where there is one. Waits for room as the socket does.
-pub(super) fn send(
-    socket: impl AsFd,
-    message: &impl Serialize,
-    file: Option<BorrowedFd<'_>>,
-) -> std::io::Result<()> {
+pub(super) fn send(socket: impl AsFd, message: &impl Serialize, file: Option<BorrowedFd<'_>>) -> std::io::Result<()> {
     super::steps::before_send()?;
     let bytes = postcard::to_allocvec(message).map_err(std::io::Error::other)?;
     if bytes.len() > MOST_BYTES {
@@ -99,9 +109,8 @@ pub(super) fn receive<T: DeserializeOwned>(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = flags | RecvFlags::CMSG_CLOEXEC;
-    let came = rustix::io::retry_on_intr(|| {
-        rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(buf)], &mut control, flags)
-    })?;
+    let came =
+        rustix::io::retry_on_intr(|| rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(buf)], &mut control, flags))?;
     let file = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut files) => files.next(),
         _ => None,

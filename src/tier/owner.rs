@@ -89,7 +89,8 @@ impl Owner {
         let path = dir.join(LOCK);
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-        let lock = options.open(&path).map_err(|e| Error::io("cannot open the lock of the memory tier", e).at(&path))?;
+        let lock =
+            options.open(&path).map_err(|e| Error::io("cannot open the lock of the memory tier", e).at(&path))?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Ok(None),
@@ -99,8 +100,8 @@ impl Owner {
         let socket = dir.join(SOCKET);
         // An owner that died has left it.
         drop(std::fs::remove_file(&socket));
-        let listener = Self::listen(dir)
-            .map_err(|e| Error::io("cannot make the socket of the memory tier", e).at(&socket))?;
+        let listener =
+            Self::listen(dir).map_err(|e| Error::io("cannot make the socket of the memory tier", e).at(&socket))?;
         steps::step();
         Ok(Some(Self { frames: make()?, lock, listener, socket }))
     }
@@ -149,7 +150,8 @@ impl Owner {
             }
             peers = stays;
             let tries = is_new || refused.is_some();
-            match tries.then(|| rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)) {
+            match tries.then(|| rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK))
+            {
                 // One too many is closed at once.
                 Some(Ok(socket)) if peers.len() < MOST_PEERS => peers.push(Peer::new(socket)),
                 Some(Err(e)) if !matches!(e, Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {

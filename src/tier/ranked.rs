@@ -92,9 +92,8 @@ impl Ranked {
 
     /// Takes out the chunk that ranks lowest among those that nobody uses.
     pub(super) fn evict(&mut self) -> Option<Held> {
-        let is_idle = |(_, key): &&(Rank, [u8; 32])| {
-            self.frames.get(&ChunkKey(*key)).is_some_and(|held| !held.frame.is_in_use())
-        };
+        let is_idle =
+            |(_, key): &&(Rank, [u8; 32])| self.frames.get(&ChunkKey(*key)).is_some_and(|held| !held.frame.is_in_use());
         let key = ChunkKey(self.order.iter().find(is_idle)?.1);
         self.take(&key)
     }

@@ -138,7 +138,8 @@ impl World<'_> {
     }
 
     fn begin_owner(&mut self) {
-        let options = StagingOptions { bytes: FRAMES * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
+        let options =
+            StagingOptions { bytes: FRAMES * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
         let make = || Frames::shared(&options, &Arc::default());
         self.owner = Some(Owner::new(self.dir, make).unwrap().expect("the lock is free"));
         (self.number, self.own) = (self.number + 1, OwnUses::default());
@@ -208,12 +209,16 @@ impl World<'_> {
         if connection.late.is_some() {
             let at = self.dying.iter().position(|c| c.asks.is_empty()).expect("this one");
             let Connection { peer, region, late, .. } = self.dying.swap_remove(at);
-            let offsets: Vec<_> = late.iter().flatten().filter(|u| u.filled.is_some()).map(|u| u.memory.as_slice().as_ptr()).collect();
+            let offsets: Vec<_> =
+                late.iter().flatten().filter(|u| u.filled.is_some()).map(|u| u.memory.as_slice().as_ptr()).collect();
             owner.part(peer);
             // The drive may go on writing: the frame must have other memory by now.
             let frames = (0..FRAMES).map(|n| region.slot(n * FRAME..(n + 1) * FRAME, Box::new(())).unwrap());
             for frame in frames.filter(|f| offsets.contains(&f.as_slice().as_ptr())) {
-                assert!(frame.as_slice().iter().all(|b| *b == 0), "memory that a dead process was filling is used again");
+                assert!(
+                    frame.as_slice().iter().all(|b| *b == 0),
+                    "memory that a dead process was filling is used again"
+                );
             }
         }
     }

@@ -135,7 +135,10 @@ fn another_put_of_a_chunk_is_another_chunk() {
     assert!(tier.get(newer, rank(5, 0), later()).is_some(), "a store that ends late changes nothing");
     assert_eq!(frames(&tier).free(), 1);
     let elsewhere = FrameId { put: PutId { drive: 1, sequence: 1 }, ..id(1) };
-    assert!(fill(&tier, elsewhere, rank(6, 0)) && tier.get(elsewhere, rank(7, 0), later()).is_some(), "another drive counts anew");
+    assert!(
+        fill(&tier, elsewhere, rank(6, 0)) && tier.get(elsewhere, rank(7, 0), later()).is_some(),
+        "another drive counts anew"
+    );
     assert!(tier.get(newer, rank(8, 0), later()).is_none() && frames(&tier).free() == 2);
 }
 
@@ -173,11 +176,7 @@ fn owner_and_link(dir: &Path) -> (Arc<MemoryTier>, Arc<FrameLink>) {
     owner_and_pinning_link(dir, None, false)
 }
 
-fn owner_and_pinning_link(
-    dir: &Path,
-    mover: Option<Arc<dyn Mover>>,
-    pins: bool,
-) -> (Arc<MemoryTier>, Arc<FrameLink>) {
+fn owner_and_pinning_link(dir: &Path, mover: Option<Arc<dyn Mover>>, pins: bool) -> (Arc<MemoryTier>, Arc<FrameLink>) {
     let options = StagingOptions { bytes: 2 * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
     let owner = MemoryTier::shared(&options, mover).unwrap();
     owner.share_in(dir).unwrap();

@@ -22,9 +22,7 @@ use crate::error::{Error, ErrorKind};
 use crate::io::jobs::{Detached, Failed, Moved};
 use crate::io::pool::{BlockJob, Transfer};
 use crate::io::router::DevicePath;
-use crate::io::{
-    Buf, Direction, IoBuf, IoPath, IoStats, MemorySpace, Mover, Notes, Op, QueueBackend, Request,
-};
+use crate::io::{Buf, Direction, IoBuf, IoPath, IoStats, MemorySpace, Mover, Notes, Op, QueueBackend, Request};
 
 /// After this many faults cuFile is given up.
 const MAX_FAULTS: u32 = 3;

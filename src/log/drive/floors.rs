@@ -67,9 +67,9 @@ fn decode(file: &DirectFile) -> Result<Floors> {
         return Ok(Floors::default());
     }
     Floors::newest(a, b).map_err(|e| match e.kind() {
-        ErrorKind::Corrupt => e
-            .at(file.path())
-            .advice("what was purged or cleared could come back: delete the cache with `forebay purge CACHE_DIR --all`"),
+        ErrorKind::Corrupt => e.at(file.path()).advice(
+            "what was purged or cleared could come back: delete the cache with `forebay purge CACHE_DIR --all`",
+        ),
         _ => e.at(file.path()),
     })
 }

@@ -114,13 +114,7 @@ pub(super) struct Volume {
 
 impl Volume {
     /// Opens a drive.
-    pub(super) fn open(
-        ctx: &Arc<Ctx>,
-        number: usize,
-        root: &Path,
-        io: io::Drive,
-        helpers: Helpers,
-    ) -> Result<Self> {
+    pub(super) fn open(ctx: &Arc<Ctx>, number: usize, root: &Path, io: io::Drive, helpers: Helpers) -> Result<Self> {
         match ctx.options.mode {
             Mode::Rw => Self::open_writable(ctx, number, root, io, helpers),
             Mode::Ro => Self::open_read_only(ctx, number, root, io, helpers),
@@ -560,7 +554,10 @@ fn is_in_use(shard_dir: &Path) -> Result<bool> {
 
 fn in_use_by_others(e: Error, page: &Path) -> Error {
     let what = "a process that cannot share it uses this cache: one of another version of Forebay, or in a container with a boot id of its own";
-    Error::new(ErrorKind::Incompatible, what).source(e).at(page).advice("stop the other processes on this cache directory first")
+    Error::new(ErrorKind::Incompatible, what)
+        .source(e)
+        .at(page)
+        .advice("stop the other processes on this cache directory first")
 }
 
 /// Whether an entry lies above its floor and has not expired by now.

@@ -25,9 +25,9 @@
 
 mod erase;
 mod held;
-mod pending_writes;
 mod io;
 mod pending;
+mod pending_writes;
 mod puts;
 mod ring;
 mod segments;

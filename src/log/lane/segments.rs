@@ -464,8 +464,7 @@ impl Segments {
     pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
         let count = |s: &Segment| s.gone.iter().take_while(|page| !s.going.contains(page)).count();
         let sealed = self.iter().filter(|(_, s)| s.phase != SegmentPhase::Sealing);
-        let counts =
-            sealed.map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
+        let counts = sealed.map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
         counts.filter(|(.., settled, count)| settled < count).map(|(n, epoch, _, count)| (n, epoch, count)).collect()
     }
 

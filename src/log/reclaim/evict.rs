@@ -350,9 +350,8 @@ pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
         // stay.
         let table = lane.table();
         let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
-        let is_left = |e: &&Entry| {
-            table.get_marked(&e.key).is_some_and(|(now, _, mark)| mark.is_some() && here(&now) == here(e))
-        };
+        let is_left =
+            |e: &&Entry| table.get_marked(&e.key).is_some_and(|(now, _, mark)| mark.is_some() && here(&now) == here(e));
         let of_segment: Vec<Entry> = of_segment.iter().filter(is_left).copied().collect();
         erase_marked(volume, lane, &of_segment, None)?;
         let mut state = lane.state()?;

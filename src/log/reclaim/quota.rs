@@ -63,13 +63,7 @@ fn held_by<'a>(lanes: &[&'a Arc<Lane>], tenants: &[(u64, u64)]) -> Result<HashMa
     Ok(all)
 }
 
-fn give_up(
-    volume: &Volume,
-    lanes: &[&Arc<Lane>],
-    tenant: u64,
-    bytes: u64,
-    held: Vec<Held<'_>>,
-) -> Result<()> {
+fn give_up(volume: &Volume, lanes: &[&Arc<Lane>], tenant: u64, bytes: u64, held: Vec<Held<'_>>) -> Result<()> {
     let mut chosen = choose(held, bytes);
     if chosen.is_empty() {
         // All that it has may lie in the open segment, which no put of it would ever fill.

@@ -234,7 +234,8 @@ impl KeyRemoval<'_> {
         let since = self.waits_since.get().unwrap_or_else(Instant::now);
         self.waits_since.set(Some(since));
         if since.elapsed() >= ctx.options.io_timeout || ctx.is_closed() || ctx.options.foreground {
-            let why = "the process that writes the lane is changing its table, evicting or moving slots, and does not end";
+            let why =
+                "the process that writes the lane is changing its table, evicting or moving slots, and does not end";
             return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
         }
         std::thread::sleep(LOOK_AGAIN);

@@ -50,8 +50,7 @@ fn free_some(volume: &Volume, poor: bool, awaits: bool) -> bool {
     if give_back_spare(volume) || poor && orphans::remove_one(volume) {
         return true;
     }
-    !awaits
-        && (evict::make_room(volume) || segment::reclaim_one(volume) || !poor && orphans::remove_one(volume))
+    !awaits && (evict::make_room(volume) || segment::reclaim_one(volume) || !poor && orphans::remove_one(volume))
 }
 
 /// Whether most of what may go is about to be sealed: what is sealed now would be a poor choice.

@@ -6,7 +6,9 @@ use crate::format::record::Record;
 use crate::format::superblock::Superblock;
 use crate::index::{self, Entry, Inserted, SegmentState, Table};
 use crate::log::base::ctx::Ctx;
-use crate::log::lane::{FoundSegment, Lane, LaneState, Pending, Segment, SegmentPhase, entry_of, expiry_of, partial_length};
+use crate::log::lane::{
+    FoundSegment, Lane, LaneState, Pending, Segment, SegmentPhase, entry_of, expiry_of, partial_length,
+};
 
 /// Records entered at once: the table's memory is fetched ahead within a batch.
 const BATCH: usize = 512;

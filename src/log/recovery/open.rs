@@ -233,8 +233,7 @@ impl Surroundings {
         // each.
         let old = RefCell::new(if_any(attach_table(ctx, &candidate.dir))?);
         let goes_first = is_alone.then_some(&old);
-        let make =
-            |entries| make_table(ctx, &candidate.dir, entries, generation, goes_first).inspect(Table::populate);
+        let make = |entries| make_table(ctx, &candidate.dir, entries, generation, goes_first).inspect(Table::populate);
         let (state, table, summary, unnamed) = recover(ctx, &index, &data, &superblock, Some(&shared), make)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),

@@ -73,7 +73,18 @@ pub(in crate::log) struct ReadSegment {
 impl ReadSegment {
     fn new(state: FoundState, epoch: u32) -> Self {
         let (gone, records) = (Vec::new(), Vec::new());
-        Self { state, epoch, count: 0, reader: None, min_sequence: 0, max_sequence: 0, records, gone, settled: 0, damaged: false }
+        Self {
+            state,
+            epoch,
+            count: 0,
+            reader: None,
+            min_sequence: 0,
+            max_sequence: 0,
+            records,
+            gone,
+            settled: 0,
+            damaged: false,
+        }
     }
 
     fn measure(&mut self) {
@@ -258,11 +269,7 @@ impl<'a> Reader<'a> {
 
     /// Reads the ring's pages of this lane, and of their records those whose segment and epoch
     /// count.
-    fn for_each_ring_piece(
-        &self,
-        counts: &(dyn Fn(u32, u32) -> bool + Sync),
-        sink: Give<'_, RingPiece>,
-    ) -> Result<()> {
+    fn for_each_ring_piece(&self, counts: &(dyn Fn(u32, u32) -> bool + Sync), sink: Give<'_, RingPiece>) -> Result<()> {
         let page = PAGE_BYTES as u64;
         let (sb, index) = (self.superblock, self.index);
         let end = (sb.ring_offset + u64::from(sb.ring_pages) * page).min(self.index_bytes / page * page);

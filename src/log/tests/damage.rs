@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::format::{PAGE_BYTES, journal};
 use crate::format::record::{RECORD_BYTES, Record};
 use crate::format::sealed::{RegionHeader, RegionLayout, decode_records, encode_region};
 use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
+use crate::format::{PAGE_BYTES, journal};
 use crate::index::{Mark, Reclaim};
 use crate::io::{DirectFile, FileOptions};
 use crate::log::lane::LaneRole;

@@ -437,7 +437,10 @@ fn a_flush_waits_while_the_ring_is_full() {
         is_stuck || log.flush().is_err()
     });
     assert!(lane.state().unwrap().pending.is_stuck());
-    assert!(log.flush_until(Instant::now() + Duration::from_millis(300)).is_err(), "nothing keeps the ring's oldest page");
+    assert!(
+        log.flush_until(Instant::now() + Duration::from_millis(300)).is_err(),
+        "nothing keeps the ring's oldest page"
+    );
     let asked = lane.state().unwrap().pending.ask();
     std::thread::scope(|scope| {
         let flush = scope.spawn(|| log.flush());

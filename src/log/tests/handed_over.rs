@@ -120,12 +120,9 @@ fn what_was_removed_after_its_writer_had_died_can_be_stored_anew_by_the_next() {
     let holder = Log::open(small(dir.path())).unwrap();
     (0..3).for_each(|n| assert!(store(&holder, n)));
     holder.seal(soon()).unwrap();
-    let remover = Log::open(LogOptions {
-        foreground: false,
-        scan_interval: Duration::from_secs(3600),
-        ..small(dir.path())
-    })
-    .unwrap();
+    let remover =
+        Log::open(LogOptions { foreground: false, scan_interval: Duration::from_secs(3600), ..small(dir.path()) })
+            .unwrap();
     holder.abandon();
     drop(holder);
     assert_eq!(remover.remove(&[key(1)]).unwrap(), [true]);

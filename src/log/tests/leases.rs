@@ -32,10 +32,7 @@ impl Gate {
     fn wait_until_it_stops(&self) {
         let mut stop = self.stop_at.lock();
         while !stop.1 {
-            assert!(
-                !self.changed.wait_for(&mut stop, PATIENCE).timed_out(),
-                "the maintenance thread did not come by"
-            );
+            assert!(!self.changed.wait_for(&mut stop, PATIENCE).timed_out(), "the maintenance thread did not come by");
         }
     }
 

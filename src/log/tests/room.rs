@@ -102,8 +102,8 @@ fn an_index_full_of_partial_chunks_is_recovered_whole() {
 #[test]
 fn what_lies_in_more_segments_than_fill_the_capacity_is_served() {
     let dir = temp();
-    let log =
-        Log::open(LogOptions { capacity_bytes: 16 << 20, segment_bytes: Some(4 << 20), ..options(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { capacity_bytes: 16 << 20, segment_bytes: Some(4 << 20), ..options(dir.path()) })
+        .unwrap();
     for n in 0..300 {
         assert!(store(&log, n), "{n}");
         log.seal(soon()).unwrap();
@@ -236,8 +236,7 @@ fn a_full_ring_does_not_wait_for_a_segment_that_the_drive_cannot_give() {
     .unwrap();
     assert!(store(&log, 0));
     log.flush().unwrap();
-    let file =
-        crate::io::DirectFile::open(dir.path().join("ballast"), crate::io::FileOptions::create()).unwrap();
+    let file = crate::io::DirectFile::open(dir.path().join("ballast"), crate::io::FileOptions::create()).unwrap();
     file.allocate(0, CAPACITY - SPARE - allocated_below(dir.path()).unwrap()).unwrap();
     assert_eq!(log.stats().sealed, 0);
     // A flush takes a page, however few records it has.

@@ -37,13 +37,20 @@ impl Commit {
         done: PutDone,
     ) -> Option<Self> {
         let ticket = reservation.lane.state().and_then(|mut state| {
-            let late = || Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it");
+            let late =
+                || Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it");
             if state.segments.begin_header(reservation.place) { Ok(state.puts.commit()) } else { Err(late()) }
         });
         match ticket {
-            Ok(ticket) => {
-                Some(Self { reservation, record, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) })
-            }
+            Ok(ticket) => Some(Self {
+                reservation,
+                record,
+                slot_bytes,
+                header_at,
+                ticket,
+                begun: Instant::now(),
+                done: Some(done),
+            }),
             Err(why) => {
                 drop(reservation);
                 done(Err(why));

@@ -170,7 +170,9 @@ impl Put {
         let ctx = &self.reservation.lane.ctx;
         ctx.counters.codec_misfits.add(1);
         if ctx.codec.misfit() {
-            tracing::warn!("KV does not fit the codec and is stored as it is for a while; set codec: none if this is so again and again");
+            tracing::warn!(
+                "KV does not fit the codec and is stored as it is for a while; set codec: none if this is so again and again"
+            );
         }
         Box::new((*self.spec).with_codec(SlotCodec::None))
     }

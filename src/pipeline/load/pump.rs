@@ -648,7 +648,8 @@ impl LoadPump {
             // A load that was given up stays active until the device has left its memory. There is
             // nothing more to do for it here.
             let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
-            let late: Vec<_> = watch.active.iter().filter(waits).filter(|l| ends_at(l).is_some_and(|at| at <= now)).cloned().collect();
+            let late: Vec<_> =
+                watch.active.iter().filter(waits).filter(|l| ends_at(l).is_some_and(|at| at <= now)).cloned().collect();
             let retry = std::mem::take(&mut watch.retry);
             if !late.is_empty() || retry {
                 drop(watch);

@@ -319,16 +319,14 @@ impl StoreState {
                     return false;
                 }
             }
-            Begun::Open(sink) => {
-                match self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
-                    Some(c) => {
-                        c.layout = sink.layout().clone();
-                        c.phase = StorePhase::Open(sink);
-                        c.frame = frame;
-                    }
-                    None => self.unused.extend(frame),
+            Begun::Open(sink) => match self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
+                Some(c) => {
+                    c.layout = sink.layout().clone();
+                    c.phase = StorePhase::Open(sink);
+                    c.frame = frame;
                 }
-            }
+                None => self.unused.extend(frame),
+            },
             Begun::AlreadyThere => {
                 if self.is_living(chunk) {
                     self.result.already_there += 1;

@@ -311,8 +311,7 @@ fn many_loads_at_once_over_few_frames_get_their_bytes() {
 #[test]
 fn a_chunk_whose_header_comes_last_is_kept_too() {
     let slots_of_an_extent = |o: &mut PipelineOptions| {
-        let options =
-            StagingOptions { bytes: 16 * EXTENT, slot_bytes: EXTENT, hugepages: HugePages::Off, numa: None };
+        let options = StagingOptions { bytes: 16 * EXTENT, slot_bytes: EXTENT, hugepages: HugePages::Off, numa: None };
         o.load_pool = StagingPool::new(&options).unwrap();
     };
     let (w, tier) = world_with(1, 16, slots_of_an_extent);

@@ -5,8 +5,8 @@
 //! written to. So a reader notices a frame that was given to another chunk, is half full, is of
 //! another put, or was filled for another owner.
 
-use std::os::fd::AsFd;
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -222,9 +222,8 @@ impl World {
     }
 
     fn look_at_owners(&self) {
-        let is_owner = |process: &&Process| {
-            process.tier.upgrade().is_some_and(|tier| matches!(tier.share.place(), Place::Own(_)))
-        };
+        let is_owner =
+            |process: &&Process| process.tier.upgrade().is_some_and(|tier| matches!(tier.share.place(), Place::Own(_)));
         let owners = self.processes.lock().iter().filter(is_owner).count();
         assert!(owners <= 1, "{owners} processes have frames");
     }

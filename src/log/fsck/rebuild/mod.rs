@@ -206,13 +206,7 @@ fn fit(superblock: &mut Superblock, merged: &Merged, derived: bool) {
     superblock.mount_generation = superblock.mount_generation.max(merged.max_sequence >> 40);
 }
 
-fn put_in_place(
-    files: &LaneDir,
-    data: &File,
-    superblock: &Superblock,
-    merged: &Merged,
-    backup: bool,
-) -> Result<()> {
+fn put_in_place(files: &LaneDir, data: &File, superblock: &Superblock, merged: &Merged, backup: bool) -> Result<()> {
     let dir = &files.dir;
     blank(files, &merged.unnamed)?;
     remove(files, INDEX_NEW)?;
