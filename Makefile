@@ -24,10 +24,10 @@ demo: build
 test: lint unit doc python lmcache-ci sglang-ci vllm-harness vllm-ci kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 
-# `cargo fmt` does not see the modules that a macro in src/lib.rs declares.
+# `cargo fmt` does not see the modules that a macro declares.
 lint:
 	$(CARGO) fmt --all --check
-	rustfmt --edition 2024 --check $$(ls $$(sed -n 's#^internals!(mod \(.*\));#src/\1.rs src/\1/mod.rs#p' src/lib.rs) 2>/dev/null)
+	rustfmt --edition 2024 --check $$(find src -name '*.rs')
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy -p forebay-python --locked -- -D warnings
 	$(PYTHON) benches/figures.py --check > /dev/null

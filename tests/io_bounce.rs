@@ -103,7 +103,7 @@ fn a_hung_drive_keeps_pinned_memory_only(engine: EngineChoice) {
     let (drive, _mover) = bounce(engine, MIB);
     let (file, mut other_end) = hanging();
     let mut bufs = Vec::new();
-    for tries in 1.. {
+    for tries in 1..=20 {
         let (buf, drops) = watched(IO_ALIGN);
         let read = Request::read(Arc::clone(&file), 0, buf, nobody).timeout(Duration::from_millis(500));
         let c = wait(&*drive.read, read);
@@ -115,6 +115,7 @@ fn a_hung_drive_keeps_pinned_memory_only(engine: EngineChoice) {
         if engine != EngineChoice::Threads || drive.read.stats().counts().quarantined == 1 {
             break;
         }
+        assert!(tries < 20, "no read was taken up");
     }
     other_end.write_all(&[9; IO_ALIGN]).unwrap();
     until("nothing hangs", || drive.read.stats().counts().quarantined == 0);

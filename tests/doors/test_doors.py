@@ -1,5 +1,5 @@
-"""vLLM, LMCache and SGLang on one cache directory at once, each in its own environment and by its own code: none finds, loses or removes
-what is another's. `PYTHON_OF_VLLM` and the like name the environments' Pythons."""
+"""vLLM, LMCache and SGLang on one cache directory at once, each in its own environment and by its own code: none loses or removes what is
+another's. `PYTHON_OF_VLLM` and the like name the environments' Pythons."""
 
 from __future__ import annotations
 
@@ -112,10 +112,11 @@ def test_three_servers_share_a_directory_and_no_value(doors: dict[str, Door], tm
     doors |= opened(cache, ("sglang",))
     assert found(doors) == dict.fromkeys(STACKS, True)
 
-    # What is purged is gone for its own server, and for no other one.
+    # What is purged is gone for its own server, and for no other one. (vLLM then stores it again.)
     left = dict.fromkeys(STACKS, True)
     for stack in ("lmcache", "vllm"):
         purge(cache, names(cache)[stack])
+        assert not sum(each["chunks"] for each in forebay("ls", cache, "--namespaces") if MARKS[stack] in each["model"])
         left[stack] = False
         assert found(doors) == left
 

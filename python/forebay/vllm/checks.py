@@ -148,7 +148,7 @@ def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Setting
 
 def _unsound(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> str | None:
     """What keeps vLLM from a right end after a failed layer-wise load, and the remedy."""
-    # What was seen of these three under either policy: docs/lab/vllm.md.
+    # What was seen of these two under either policy: docs/lab/vllm.md.
     if kv.ranks.pp > 1:
         return (
             "pipeline parallelism: the next steps may be under way before vLLM knows of a failed load, and no real vLLM with "

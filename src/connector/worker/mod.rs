@@ -290,8 +290,9 @@ impl Worker {
     }
 
     /// The server's blocks that were to be loaded and must be computed instead, ascending, since
-    /// the last call: all that hold a token from the first one on that is not verified. Those of
-    /// [`Worker::failed_requests`] are not among them.
+    /// the last call: all that hold a token from the first one on that is not verified, but the
+    /// null block. Those of loads between steps that [`Worker::failed_requests`] names are not
+    /// among them. A server with a sliding window cannot compute them: it ends their request.
     pub fn get_block_ids_with_load_errors(&mut self) -> Vec<u32> {
         let mut blocks: Vec<u32> = std::mem::take(&mut self.failed_blocks).into_iter().collect();
         blocks.sort_unstable();
