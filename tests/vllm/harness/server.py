@@ -434,7 +434,6 @@ class Server:
         evicted for others, takes longer.
         """
         workers, began, shed = [rank.connector._worker for rank in self.runner.ranks], time.monotonic(), 0
-        looks = 0
         while True:
             is_storing = any(worker._engine.stats()["active_stores"] for worker in workers)
             there = [worker._engine.lookup(prompt) for worker in workers]
@@ -446,12 +445,6 @@ class Server:
                 time.sleep(0.001)
                 continue
             shed = sum(of["shed_chunks"] for of in counts)
-            if shed == before and looks < 100:
-                # A lookup waits some milliseconds for a thread that changes the entry, and on a busy machine that may lose its processor.
-                looks += 1
-                time.sleep(0.01)
-                continue
-            looks = 0
             assert shed > before, f"of {tokens} tokens the workers have {there}, and nothing was shed: {counts}"
             self.ask(f"again-{len(self.asked)}", prompt, 1)
             self.drain()
