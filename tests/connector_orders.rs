@@ -30,11 +30,12 @@ struct Pair {
 }
 
 fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
-    pair_with((world, engine), seed, groups, |_| {})
+    pair_with(world, engine, seed, groups, |_| {})
 }
 
 fn pair_with(
-    (world, engine): (&World, &Arc<Engine>),
+    world: &World,
+    engine: &Arc<Engine>,
     seed: u32,
     groups: usize,
     set: impl FnOnce(&mut ConnectorOptions),
@@ -234,7 +235,7 @@ fn what_is_asked_before_the_step_has_ended_is_answered_for_this_step() {
         std::thread::yield_now();
     }
 
-    let mut b = pair_with((&world, &engine), 9, 1, |o| o.layerwise = true);
+    let mut b = pair_with(&world, &engine, 9, 1, |o| o.layerwise = true);
     let meta = b.order_load("c", 64, &[(20..36).collect()]);
     let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
     engine.log().unwrap().remove(&prompt.keys()[2..3]).unwrap();
@@ -390,9 +391,8 @@ fn a_failed_load_of_a_window_names_its_blocks_within_a_step_and_its_request_betw
     for layerwise in [true, false] {
         let world = World::plain();
         let engine = Arc::new(world.open());
-        let windowed = |seed| {
-            pair_with((&world, &engine), seed, 1, |o| (o.layerwise, o.windows) = (layerwise, vec![Some(WINDOW)]))
-        };
+        let windowed =
+            |seed| pair_with(&world, &engine, seed, 1, |o| (o.layerwise, o.windows) = (layerwise, vec![Some(WINDOW)]));
         let mut a = windowed(5);
         a.store("a", 64, vec![(1..17).collect()]);
         a.w.shutdown(Instant::now() + PATIENCE);

@@ -1,7 +1,7 @@
 """One server's way to a cache directory, in the environment of its stack: stores values and checks them, as standard input says.
 
 Each line is a command, `store` or `check`, and each answer a line of JSON: how many values there are, how many were found, and how many of
-those had every byte right. The last line, or the end of the input, closes the door.
+those had every byte right. The end of the input closes the door.
 """
 
 from __future__ import annotations

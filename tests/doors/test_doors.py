@@ -101,7 +101,7 @@ def test_three_servers_share_a_directory_and_no_value(doors: dict[str, Door], tm
     stored = told(doors, "store")
     assert [stored[stack]["found"] for stack in ("lmcache", "sglang")] == [24, 12]
     assert found(doors) == dict.fromkeys(STACKS, True)
-    # What operators see of each: how many values `ls` lists, and how many bytes.
+    # What operators see of each: how many values `ls` lists, of vLLM's for each rank.
     listed = forebay("ls", cache, "--namespaces")
     chunks = {stack: [each["chunks"] for each in listed if mark in each["model"]] for stack, mark in MARKS.items()}
     assert chunks == {"vllm": [40, 40], "lmcache": [24], "sglang": [12]}
