@@ -337,6 +337,28 @@ fn what_is_removed_while_its_upload_fails_does_not_come_back() {
 }
 
 #[test]
+fn a_put_whose_answer_is_lost_counts_as_an_upload() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    server.let_go();
+    let (a, mut unheard) = (Machine::new(&server), 3);
+    server.spoil(move |method, _| {
+        if *method != Method::PUT || unheard == 0 {
+            return Spoil::No;
+        }
+        unheard -= 1;
+        Spoil::Unheard
+    });
+    let one = a.open();
+    a.upload(&one, 1);
+    assert!(server.puts().iter().all(|puts| *puts == 1), "{:?}", server.puts());
+    let stats = remote(&one);
+    assert_eq!((stats.uploaded, stats.present), (3, 0));
+    let bytes: u64 = object_files(root.path()).iter().map(|file| file.metadata().unwrap().len()).sum();
+    assert!(stats.uploaded_bytes > bytes / 2, "{} of {bytes}", stats.uploaded_bytes);
+}
+
+#[test]
 fn an_object_that_has_expired_is_replaced_once_its_chunk_is_stored_anew() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());

@@ -142,8 +142,8 @@ impl RemoteBucket {
         self.timeout.saturating_mul(parts.saturating_add(1))
     }
 
-    /// Puts an object. Without `replace` an object that is there stays; false means that one was.
-    pub(super) async fn put(&self, name: &Path, object: Vec<Bytes>, replace: bool) -> Answer<bool> {
+    /// Puts an object. Without `replace` an object that is there stays.
+    pub(super) async fn put(&self, name: &Path, object: Vec<Bytes>, replace: bool) -> Answer<()> {
         let payload: PutPayload = object.into_iter().collect();
         let limit = self.put_limit(payload.content_length() as u64);
         let put = |mode| {
@@ -155,12 +155,12 @@ impl RemoteBucket {
         };
         if !replace && !self.is_unconditional.load(Ordering::Relaxed) {
             match put(PutMode::Create).await {
-                Ok(_) => return Ok(true),
+                Ok(_) => return Ok(()),
                 // S3 says the same where a deletion of the object is under way.
                 Err(RemoteCause::Present) => {
                     return match self.head(name).await {
                         Err(RemoteCause::Absent) => Err(RemoteCause::Io),
-                        found => found.map(|_| false),
+                        found => found.map(drop),
                     };
                 }
                 // A store without conditional puts: the second to put writes the same once more.
@@ -168,7 +168,7 @@ impl RemoteBucket {
                 Err(cause) => return Err(cause),
             }
         }
-        put(PutMode::Overwrite).await.map(|_| true)
+        put(PutMode::Overwrite).await.map(drop)
     }
 
     /// A put found no bucket.
@@ -371,7 +371,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             for n in 0..60 {
-                assert_eq!(bucket.put(&bucket.name(["all", &n.to_string()]), Vec::new(), false).await, Ok(true));
+                assert_eq!(bucket.put(&bucket.name(["all", &n.to_string()]), Vec::new(), false).await, Ok(()));
             }
             assert_eq!(bucket.delete_below(&bucket.name(["all"]), |name| !name.as_ref().ends_with("/7")).await, Ok(()));
             assert_eq!(bucket.head(&bucket.name(["all", "59"])).await, Err(RemoteCause::Absent));

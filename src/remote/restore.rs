@@ -60,15 +60,18 @@ pub(super) async fn run(
                 return Err(RemoteCause::Quota);
             }
             let end = again(|| fetch::bring(shared, to, &wanted, fetch::put_spec(to, &wanted), 0)).await;
-            if end == Err(RemoteCause::Quota) {
-                full_tenants.lock().insert(wanted.tenant);
+            match end {
+                // Here, for chunks come that are not looked at below where one before them ends it.
+                Ok(bytes) => fetch::count(shared, state, bytes),
+                Err(RemoteCause::Quota) => drop(full_tenants.lock().insert(wanted.tenant)),
+                Err(_) => {}
             }
             end
         })
         .buffered(AT_ONCE);
     while let Some(end) = all.next().await {
         match end {
-            Ok(bytes) => fetch::count(shared, state, bytes),
+            Ok(_) => {}
             Err(RemoteCause::NoSpace | RemoteCause::Closed) => return end.err(),
             Err(cause) => shared.counters.not_fetched.add(cause, 1),
         }

@@ -89,7 +89,7 @@ impl Counters {
             fetched: of(&self.fetched),
             fetched_bytes: of(&self.fetched_bytes),
             not_fetched: by_cause(&self.not_fetched),
-            uploaded: of(&self.uploaded),
+            uploaded: self.uploaded.load(Ordering::Acquire),
             uploaded_bytes: of(&self.uploaded_bytes),
             present: of(&self.present),
             not_uploaded: by_cause(&self.not_uploaded),

@@ -286,8 +286,9 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
     };
     match end {
         Ok(Some(bytes)) => {
-            counters.uploaded.fetch_add(1, Ordering::Relaxed);
+            // Who sees the chunk counted sees its bytes too.
             counters.uploaded_bytes.fetch_add(bytes, Ordering::Relaxed);
+            counters.uploaded.fetch_add(1, Ordering::Release);
         }
         Ok(None) => drop(counters.present.fetch_add(1, Ordering::Relaxed)),
         Err(RemoteCause::CircuitOpen) => again(chunk, false),
@@ -311,7 +312,8 @@ async fn one(mut active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, 
     }
 }
 
-/// Uploads a chunk; its bytes, or `None` where the store had it.
+/// Uploads a chunk; its bytes, or `None` where the store had it before they were sent. Of two
+/// servers that send it at once both count it: the answers do not tell whose object it is.
 async fn upload(
     shared: &Shared,
     log: &Arc<Log>,
@@ -325,10 +327,12 @@ async fn upload(
     // As long again where it waits for its turn.
     let lease = LEASE + shared.bucket.put_limit(most) * 2;
     let Some(chunk) = log.hold(key, lease) else {
-        if let Some(tenant) = waiting.doubtful.filter(|_| !log.is_paused()) {
-            delete(shared, log, key, tenant).await?;
-        }
-        return Err(RemoteCause::Gone);
+        // Another drive may rest for longer.
+        let is_over = waiting.paused.is_some_and(|since| since.elapsed() >= DRIVE_PATIENCE);
+        return Err(match waiting.doubtful {
+            Some(tenant) if is_over || !log.is_paused() => gone(shared, log, key, tenant).await,
+            _ => RemoteCause::Gone,
+        });
     };
     shared.uploads.begun(number, Some(chunk.tenant));
     let name = shared.name_of(key, chunk.tenant);
@@ -339,9 +343,14 @@ async fn upload(
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 if codec.is_some() && !is_useless(shared, log, &chunk, &name, size).await? {
+                    // A put that was late may have come after a removal, which then found nothing.
+                    if waiting.doubtful.is_some() && !is_on_a_drive(log, key).await {
+                        return Err(gone(shared, log, key, chunk.tenant).await);
+                    }
                     // It may have come without its description, or that was deleted since.
                     shared.describe().await;
-                    return Ok(None);
+                    let sent = waiting.doubtful.map(|_| size);
+                    return Ok(sent.filter(|size| *size == object::object_bytes(&chunk.layout)));
                 }
                 replaces = true;
             }
@@ -353,22 +362,33 @@ async fn upload(
             Err(cause) => return Err(cause),
         }
     }
-    let object = read(shared, log, &chunk, &mut waiting.paused).await?;
+    let object = match read(shared, log, &chunk, &mut waiting.paused).await {
+        Err(RemoteCause::Gone) if waiting.doubtful.is_some() => {
+            return Err(gone(shared, log, key, chunk.tenant).await);
+        }
+        object => object?,
+    };
     let bytes = object.iter().map(|part| part.len() as u64).sum();
     let put = shared.bucket.put(&name, object, replaces).await;
     // Also where the put has failed: the store may have the object all the same. What was stored
     // anew meanwhile has the same content and the same name.
     if !is_on_a_drive(log, key).await {
-        delete(shared, log, key, chunk.tenant).await?;
-        return Err(RemoteCause::Gone);
+        // Where the deletion fails, the next try finds no chunk, and deletes.
+        waiting.doubtful = Some(chunk.tenant);
+        return Err(gone(shared, log, key, chunk.tenant).await);
     }
     if matches!(put, Err(RemoteCause::Io | RemoteCause::TimedOut)) {
         waiting.doubtful = Some(chunk.tenant);
     }
-    let is_new = put?;
+    put?;
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     shared.describe().await;
-    Ok(is_new.then_some(bytes))
+    Ok(Some(bytes))
+}
+
+/// Deletes the object of a chunk that has left its drive; why its upload ends.
+async fn gone(shared: &Shared, log: &Arc<Log>, key: &ChunkKey, tenant: u64) -> RemoteCause {
+    delete(shared, log, key, tenant).await.err().unwrap_or(RemoteCause::Gone)
 }
 
 /// Deletes the object of a chunk that has left its drive: a further try of its upload would find no

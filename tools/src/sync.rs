@@ -403,6 +403,7 @@ impl Sync<'_> {
         let mut watch = Watch::new(self.context, "bring", job);
         let there = || job.items.iter().filter(|object| log.contains(&object.key)).count() as u64;
         report.present = there();
+        report.left = report.chunks.saturating_sub(report.present);
         let absent = job.items.iter().filter(|object| !log.contains(&object.key));
         let wanted = absent.map(|object| object.bytes).sum::<u64>().min(job.limit);
         let (room, bound) = self.room(job, &log)?;
