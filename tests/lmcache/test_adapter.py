@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import spec
@@ -134,6 +135,21 @@ def test_what_lmcache_counts_for_itself_is_refused(cache: Path, door: str) -> No
         with pytest.raises(Exception, match=f"unknown setting {setting}"):
             with adapter(spec(cache, door, **{setting: True})):
                 pass
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("namespace", [None, "", 5])
+def test_a_namespace_is_a_text(cache: Path, door: str, namespace: Any) -> None:
+    with pytest.raises(Exception, match="namespace is .*: give a text"):
+        with adapter(spec(cache, door, namespace=namespace)):
+            pass
+
+
+@pytest.mark.ci
+def test_an_element_type_that_no_value_has_is_refused(cache: Path) -> None:
+    with pytest.raises(Exception, match="dtype is 'bf16': give .*bfloat16"):
+        with adapter(spec(cache, "native_plugin", dtype="bf16")):
+            pass
 
 
 @pytest.mark.ci

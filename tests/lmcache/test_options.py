@@ -49,7 +49,9 @@ SERVER = {
     "p2p_load_timeout p2p_transfer_engine eviction_policy eviction_trigger_watermark eviction_ratio l2_store_policy l2_prefetch_policy "
     "l2_prefetch_max_in_flight l2_prefetch_inflight_watermark periodic_notifier_interval_ms",
     "where L1 lies": "l1_manager l1_size_gb l1_use_lazy l1_init_size_gb l1_align_bytes l1_use_hugepages l1_devdax_path l1_devdax_offset_gb "
-    "l1_mlock gds_l1_path gds_l1_use_direct_io gds_l1_backend",
+    "l1_mlock",
+    # Such values are not in host memory.
+    "refused: an L2 adapter has no use with them": "gds_l1_path gds_l1_use_direct_io gds_l1_backend",
     # Then LMCache gives a task's memory to other chunks.
     "at least LEAST_TTL_S, see the docs": "l1_write_ttl_seconds l1_read_ttl_seconds",
     "reports": "disable_observability disable_metrics disable_grpc_metrics disable_logging enable_tracing enable_token_trace otlp_endpoint "

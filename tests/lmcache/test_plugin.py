@@ -18,7 +18,7 @@ from forebay.lmcache import plugin
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import EvictionAction, EvictionDestination, L1MemoryDesc, L2AdapterListener
 from lmcache.v1.distributed.storage_controllers.eviction_controller import L2EvictionController
-from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.memory_management import GDSMemoryObject, MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 pytestmark = pytest.mark.ci
 MIB = 1 << 20
@@ -146,6 +146,24 @@ def test_values_of_bfloat16_are_coded_and_the_same_and_others_stored_as_they_are
             target = {number: value(dtype, 0)}
             assert load(over, target) == [True] and same(target[number], value(dtype, 1))
         assert sizes[0] < 0.77 * 2 * MIB < 2 * MIB <= sizes[1], sizes
+
+
+def test_values_that_are_not_in_host_memory_are_refused_with_what_to_do(cache: Path) -> None:
+    value = memory(5000, 1)
+    in_gds = GDSMemoryObject(value.metadata)
+    with adapter(spec(cache)) as over:
+        for submit in (over.submit_store_task, over.submit_load_task):
+            with pytest.raises(forebay.Unsupported, match="start LMCache without --gds-l1-path"):
+                submit([key(1)], [in_gds])
+        assert store(over, {1: value}) and found(over, [1]) == [True]
+
+
+def test_a_listing_of_a_cache_that_is_not_open_is_unavailable(cache: Path) -> None:
+    (cache / "file").touch()
+    with adapter(spec(cache / "file" / "x")) as over:
+        assert not over.report_status()["is_healthy"]
+        with pytest.raises(NotImplementedError, match="cannot list"):
+            over.list_l2_keys()
 
 
 def test_lmcache_hears_what_is_stored_read_evicted_and_deleted(cache: Path) -> None:

@@ -37,6 +37,15 @@ def test_sglang_understands_the_flags(cache: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.ci
+def test_keys_that_are_sglangs_own_go_to_it_as_numbers(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threshold = ("--set", "prefetch_threshold=64")
+    args = parsed(capsys, "--cache-dir", str(cache), *threshold)
+    assert json.loads(args.hicache_storage_backend_extra_config)["prefetch_threshold"] == 64
+    assert main(["--linker", "--cache-dir", str(cache), *threshold]) == 1
+    assert "prefetch_threshold" in capsys.readouterr().err
+
+
+@pytest.mark.ci
 def test_settings_that_are_wrong_are_named(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cache-dir", str(cache), "--set", "no_such_setting=1"]) == 1
     assert "no_such_setting" in capsys.readouterr().err

@@ -22,6 +22,8 @@ from forebay.lmcache.store import TimeLimit, open_store
 
 logger = logging.getLogger("forebay.lmcache")
 
+#: Element types that LMCache's values may have, in torch's words. Values of the first may be coded.
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8")
 #: What a completion is for LMCache: the batch's number, whether it went well, the first failure in
 #: words, an answer for each key.
 Answer = tuple[int, bool, str, list[bool]]
@@ -32,6 +34,8 @@ class Connector:
     values, which LMCache does not tell here."""
 
     def __init__(self, dtype: str | None = None, **params: Any) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise forebay.ConfigError(f"dtype is {dtype!r}: give the element type of the values, one of {', '.join(DTYPES)}, or leave it out")
         self._store, self._dtype = open_store(**params), dtype
         self._limit = TimeLimit(self._store)
 

@@ -182,7 +182,11 @@ class Adapter(L2AdapterInterface):
         if page_size <= 0:
             raise ValueError(f"page_size must be positive, got {page_size}")
         prefix = None if model_name is None else f"{model_name}@"
-        found = self._store.list(prefix, page_size, None if cursor is None else bytes.fromhex(cursor))
+        try:
+            found = self._store.list(prefix, page_size, None if cursor is None else bytes.fromhex(cursor))
+        except forebay.ForebayError as error:
+            # What LMCache answers with "not available", and with these words.
+            raise NotImplementedError(f"Forebay cannot list its values: {error}") from error
         entries = []
         for text, length in found:
             if (known := encoded(text)) is not None:
@@ -215,7 +219,12 @@ class Adapter(L2AdapterInterface):
 
     def _submit(self, submit: Callable[[Any], int], keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         names = [self._name(key, layout_of(value)) for key, value in zip(keys, objects, strict=True)]
-        pairs = [(one, value.byte_array) for one, value in zip(names, objects, strict=True)]
+        try:
+            pairs = [(one, value.byte_array) for one, value in zip(names, objects, strict=True)]
+        except NotImplementedError as error:
+            raise forebay.Unsupported(
+                "LMCache's L1 lies in GDS, whose values are not in host memory: start LMCache without --gds-l1-path"
+            ) from error
         # The lock keeps the thread from a completion whose number is not known here yet.
         with self._lock:
             number = self._limit.of(submit(pairs))

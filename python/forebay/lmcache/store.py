@@ -33,6 +33,8 @@ def open_store(namespace: str = "default", **settings: Any) -> forebay.ObjectSto
         raise forebay.ConfigError(
             "max_capacity_gb and eviction are not Forebay's: say `capacity` in adapter_params; Forebay evicts by itself"
         )
+    if not isinstance(namespace, str) or not namespace:
+        raise forebay.ConfigError(f"namespace is {namespace!r}: give a text, such as the model's name and version, or leave it out")
     return forebay.ObjectStore(settings or None, namespace=f"lmcache/{namespace}")
 
 

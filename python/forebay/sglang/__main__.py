@@ -10,13 +10,23 @@ import argparse
 import json
 import shlex
 import sys
+from typing import Any
 
 import forebay
 from forebay._drives import drives
 from forebay.connector import settings
+from forebay.sglang.versions import SGLANGS_KEYS
 
 
-def flags(given: dict[str, str], page_size: int, is_linker: bool = False) -> list[str]:
+def _as_json(text: str) -> Any:
+    """A number as a number, for SGLang takes no text for it; what is not JSON as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def flags(given: dict[str, Any], page_size: int, is_linker: bool = False) -> list[str]:
     """SGLang's flags for these settings: of HiCache, or of the external linker."""
     pages = ["--page-size", str(page_size)]
     if is_linker:
@@ -57,18 +67,21 @@ def main(arguments: list[str] | None = None) -> int:
         folders = drives(asked.cache_dir)
     except ValueError as error:
         parser.error(str(error))
-    given = {"cache_dir": ",".join(map(str, folders))}
+    given: dict[str, Any] = {"cache_dir": ",".join(map(str, folders))}
     if asked.capacity:
         given["capacity"] = asked.capacity
     for item in asked.set:
         key, equals, value = item.partition("=")
         if not equals:
             parser.error(f"--set {item}: write KEY=VALUE")
-        given[key] = value
+        given[key] = _as_json(value) if key in SGLANGS_KEYS else value
     if asked.linker and "chunk_size" in given:
         parser.error("--set chunk_size: a chunk is a page of SGLang's; leave it out, and give --page-size")
+    # The linker's extra config has none of SGLang's keys.
+    theirs = () if asked.linker else SGLANGS_KEYS
     try:
-        resolved = settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="the settings given")
+        ours = {key: value for key, value in given.items() if key not in ("namespace", "fingerprint", *theirs)}
+        resolved = settings(ours, name="the settings given")
     except forebay.ForebayError as error:
         print(f"python -m forebay.sglang: {error}", file=sys.stderr)
         return 1

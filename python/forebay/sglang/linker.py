@@ -419,8 +419,11 @@ class _Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            task = self._tasks.get()
             try:
+                if task is None:
+                    return
                 self._do(task)
             except Exception:  # noqa: BLE001  (the next task is waited for)
                 logger.exception("a thread of the external linker met an error")

@@ -39,20 +39,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 logger = logging.getLogger("sglang.forebay")
 
-#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own. It takes some of them out
-#: before, but not where decode servers offload their KV.
-SGLANGS_KEYS = (
-    "backend_name",
-    "module_path",
-    "class_name",
-    "interface_v1",
-    "file_storage_path",
-    "allocator",
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-    "hicache_storage_pass_prefix_keys",
-)
 #: How long `close` waits for batches under way.
 CLOSE_TIMEOUT_MS = 30_000
 
@@ -74,7 +60,7 @@ class HiCache(HiCacheStorage):
         _refuse(storage_config, server_args)
         weights.watch(is_start=_was_started_with_it(server_args))
         # A key without a value is not given: the text "None" would pass for a fingerprint.
-        settings = {k: v for k, v in (storage_config.extra_config or {}).items() if v is not None and k not in SGLANGS_KEYS}
+        settings = {k: v for k, v in (storage_config.extra_config or {}).items() if v is not None and k not in versions.SGLANGS_KEYS}
         space, addition = str(settings.pop("namespace", "default")), str(settings.pop("fingerprint", ""))
         if weights.may_have_missed() and not addition:
             raise forebay.Unsupported(

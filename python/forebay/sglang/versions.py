@@ -10,6 +10,20 @@ import forebay
 
 #: The versions that the package was read and run against.
 WORKS_WITH = ("0.5.23",)
+#: Keys of `--hicache-storage-backend-extra-config` that are SGLang's own. It takes some of them out
+#: before, but not where decode servers offload their KV.
+SGLANGS_KEYS = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "file_storage_path",
+    "allocator",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+)
 
 
 def require(flag: str) -> str:
