@@ -231,6 +231,39 @@ fn every_policy_is_simulated_and_the_chart_shows_them() {
     assert!(!dir.path().join("none.svg").exists());
 }
 
+/// What a full cache of prompts that never came back has taught the policy must not outlast them.
+#[test]
+fn conversations_after_prompts_that_never_return_are_kept_as_by_lru() {
+    use std::collections::VecDeque;
+    use std::fmt::Write as _;
+
+    let mut next = 0_u64;
+    let mut more = |ids: &[u64], n: u64| {
+        next += n;
+        [ids, &(next - n..next).collect::<Vec<_>>()].concat()
+    };
+    let mut asked: Vec<Vec<u64>> = (0..3000).map(|_| more(&[], 10)).collect();
+    // Fifty at a time, five turns each.
+    let mut talks: VecDeque<(Vec<u64>, u32)> = (0..50).map(|_| (more(&[], 10), 1)).collect();
+    for _ in 0..3000 {
+        let (prompt, turn) = talks.pop_front().unwrap();
+        let is_over = turn == 5;
+        talks.push_back(if is_over { (more(&[], 10), 1) } else { (more(&prompt, 2), turn + 1) });
+        asked.push(prompt);
+    }
+    let mut trace = String::new();
+    for (n, ids) in asked.iter().enumerate() {
+        let tokens = ids.len() * 512;
+        writeln!(trace, r#"{{"timestamp":{n},"input_length":{tokens},"output_length":1,"hash_ids":{ids:?}}}"#).unwrap();
+    }
+    let dir = folder();
+    std::fs::write(dir.path().join("t.jsonl"), trace).unwrap();
+    let arguments = ["replay", "t.jsonl", "--capacity-tokens", "1m", "--policy", "prefix,lru", "--json"];
+    let json = forebay(dir.path(), &arguments).expect(0).json();
+    let [prefix, lru] = [0, 1].map(|n| json[n]["hit_ratio"].as_f64().unwrap());
+    assert!(lru > 0.4 && prefix > 0.95 * lru, "prefix {prefix}, lru {lru}");
+}
+
 #[test]
 fn a_capacity_too_small_is_refused_with_what_to_do() {
     let (dir, trace) = (folder(), excerpt());
