@@ -11,7 +11,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/target/pycache
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: doors vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-server sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
+.PHONY: environments doors vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-server sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -21,7 +21,11 @@ demo: build
 	$(FOREBAY) demo
 
 # Everything CI runs. What NVIDIA's wheels are needed for is named at the end where they could not be fetched.
-test: lint unit doc python lmcache-ci sglang-ci vllm-harness vllm-ci kernels-check
+# Gigabytes of wheels are fetched while the Rust tests are built.
+test:
+	@mkdir -p target && { $(MAKE) environments > target/environments.log 2>&1 & made=$$!; trap 'kill $$made' INT TERM; \
+		$(MAKE) lint unit doc && { wait $$made || { cat target/environments.log; exit 1; }; }; } && \
+		$(MAKE) python lmcache-ci sglang-ci vllm-harness vllm-ci kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 
 # `cargo fmt` does not see the modules that a macro declares.
@@ -34,7 +38,7 @@ lint:
 
 # Documentation tests of everything at once, for which nothing is compiled anew; the loom models have a copy of the index module under another name.
 unit: cufile
-	FOREBAY_CUFILE_PATH="$$(cat $(CUFILE_LIB) 2>/dev/null)" $(CARGO) nextest run --workspace --locked --no-fail-fast
+	FOREBAY_CUFILE_PATH="$$(cat $(CUFILE_LIB) 2>/dev/null)" $(CARGO) nextest run --workspace --locked --no-fail-fast --test-threads $$(($$(nproc) + 2))
 	$(CARGO) test --doc --workspace --locked -- --skip tests/loom
 
 # The public API alone: its pages must not link to what is not in it, and it stays small. Then all pages, with the modules below it.
@@ -160,6 +164,7 @@ LMCACHE_VERSIONS ?= 0.5.6 0.5.7rc2
 SGLANG = $(PYTHON) tests/sglang/prepare.py $$(ls target/wheels-python/forebay-*.whl)
 # In two processes, because a vLLM that starts keeps one core busy: in one alone these files, in the other all the others.
 VLLM_FIRST = test_warm.py test_server.py test_prefetch.py
+vllm-ci: export OMP_NUM_THREADS = 1
 vllm-ci: python
 	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q -s --durations=10 -m ci $(VLLM_FIRST) & first=$$!; trap 'kill $$first' INT TERM; \
 		$$python -m pytest -q -s --durations=10 -m ci $(addprefix --ignore=,$(VLLM_FIRST)); second=$$?; wait $$first && exit $$second; }
@@ -177,10 +182,18 @@ vllm-s3: python
 blend-quality: python
 	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write $(if $(ONLY),--only $(ONLY))
 
-# vLLM's schedulers, of 0.32 and 0.33 at once, around a runner that knows every byte of KV. FOREBAY_SOAK_SEEDS=1000 for more.
+# The environments of vLLM, LMCache and SGLang, before there is a wheel of Forebay for them.
+environments:
+	$(PYTHON) tests/vllm/environment.py
+	$(PYTHON) tests/lmcache/prepare.py
+	$(PYTHON) tests/lmcache/prepare.py --suite
+	$(PYTHON) tests/sglang/prepare.py
+
+# vLLM's schedulers, of 0.32 and 0.33 at once, around a runner that knows every byte of KV. Each version has half of the seeds;
+# with HARNESS_SEEDS=0..1000 both have all of these.
 vllm-harness: python
-	python=$$($(VLLM)) && cd tests/vllm && { $$python -m pytest -q harness --vllm 0.32 & first=$$!; trap 'kill $$first' INT TERM; \
-		$$python -m pytest -q harness --vllm 0.33; second=$$?; wait $$first && exit $$second; }
+	python=$$($(VLLM)) && cd tests/vllm && { FOREBAY_HARNESS_SEEDS=$(or $(HARNESS_SEEDS),0..18) $$python -m pytest -q harness --vllm 0.32 & first=$$!; trap 'kill $$first' INT TERM; \
+		FOREBAY_HARNESS_SEEDS=$(or $(HARNESS_SEEDS),18..36) $$python -m pytest -q harness --vllm 0.33; second=$$?; wait $$first && exit $$second; }
 
 # LMCache's own server and tools over Forebay (docs/lmcache.md). `lmcache-ci` is the part of `make test`: two to three minutes.
 lmcache-ci: python

@@ -1,4 +1,4 @@
-"""Fuzzed servers: a fixed set of seeds, or as many as FOREBAY_SOAK_SEEDS says, or one by FOREBAY_HARNESS_SEED."""
+"""Fuzzed servers: a fixed set of seeds, or those of FOREBAY_HARNESS_SEEDS."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from .fuzz import Fuzz, Tally
 from .server import Server, Shape
 
-SEEDS = int(os.environ.get("FOREBAY_SOAK_SEEDS", "36"))
-ONE = os.environ.get("FOREBAY_HARNESS_SEED")
-CHOSEN = [int(ONE)] if ONE else list(range(SEEDS))
+#: FIRST..END, without END.
+CHOSEN = range(*map(int, os.environ.get("FOREBAY_HARNESS_SEEDS", "0..36").split("..")))
 
 
 @pytest.mark.parametrize("seed", CHOSEN)
