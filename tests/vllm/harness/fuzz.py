@@ -50,7 +50,7 @@ class Tally:
         print(self)
         if self.seeds < 18:
             pytest.skip("too few seeds in this run")
-        assert self.seeds_that_loaded >= self.seeds * 0.5
+        assert self.seeds_that_loaded >= self.seeds * 0.3
         assert self.seeds_that_failed >= self.seeds * 0.1
         assert self.loaded_tokens >= 100 * self.seeds
 
