@@ -269,6 +269,29 @@ fn what_is_removed_does_not_come_back() {
 }
 
 #[test]
+fn a_drive_that_fails_does_not_keep_the_store_from_deleting() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    for what in ["remove", "tenant", "clear"] {
+        let a = Machine::new(&server);
+        let engine = a.open();
+        let extra = Extra { cache_salt: Some(what.into()), ..Extra::default() };
+        let p = engine.prompt(&tokens(N, 5), &extra);
+        assert_eq!(store(&engine, &p, &a.world.kv().filled(1), slots(N, 1)).stored, 3, "{what}");
+        assert!(engine.wait_uploaded(later()).unwrap());
+        let there = a.world.dir.path().join(engine.geometry().fingerprint().dir_name());
+        std::fs::rename(there, a.world.dir.path().join("gone")).unwrap();
+        let outcome = match what {
+            "remove" => engine.remove(&p).map(drop),
+            "tenant" => engine.remove_tenant(what).map(drop),
+            _ => engine.clear(),
+        };
+        assert_eq!(outcome.unwrap_err().kind(), forebay::ErrorKind::NotFound, "{what}");
+        assert_eq!(fetch(&Machine::new(&server).open(), &p).chunks, 0, "{what}");
+    }
+}
+
+#[test]
 fn an_expired_chunk_and_one_of_another_namespace_are_not_served() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());

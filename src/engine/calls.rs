@@ -163,7 +163,7 @@ impl Engine {
     pub fn remove(&self, prompt: &Prompt) -> Result<usize> {
         let inner = self.check()?;
         inner.check_prompt(prompt)?;
-        let log = inner.open_log()?;
+        let log = inner.log_to_change()?;
         let mut keys = prompt.keys().to_vec();
         for at in 0..=prompt.keys().len() {
             // Partial chunks of every length, not only those that the index lists after this
@@ -171,20 +171,22 @@ impl Engine {
             // into it again, with another prompt's chunk of that length.
             keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
-        let there = log.remove(&keys)?;
+        let there = log.remove(&keys);
         inner.sweep_memory(&log);
+        // Also where a drive failed: what was removed from the others would be fetched again.
         if let Some(remote) = &inner.remote {
-            let is_told = |at: usize| at < prompt.keys().len() || there.get(at).is_some_and(|there| *there);
+            let was_there = |at: usize| there.as_ref().map_or(true, |there| there.get(at).is_some_and(|there| *there));
+            let is_told = |at: usize| at < prompt.keys().len() || was_there(at);
             // Partial chunks that no drive here has too: `sync` or another server may have uploaded
             // them.
             let (told, others): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(at, _)| is_told(*at));
             let [told, others] = [told, others].map(|some| some.into_iter().map(|(_, key)| *key).collect::<Vec<_>>());
             let deleted = remote.remove(told.as_slice(), others.as_slice(), prompt.tenant());
             // Again: a fetch may have read a chunk before it was deleted there.
-            log.remove(&keys)?;
-            deleted?;
+            let again = log.remove(&keys);
+            return there.and_then(|there| deleted.and(again).map(|_| count(&there)));
         }
-        Ok(there.into_iter().filter(|there| *there).count())
+        there.map(|there| count(&there))
     }
 
     /// Removes everything stored under a cache salt; returns how many chunks the drives had of it.
@@ -193,15 +195,15 @@ impl Engine {
     /// As [`Engine::remove`].
     pub fn remove_tenant(&self, cache_salt: &str) -> Result<u64> {
         let (inner, tenant) = (self.check()?, key::tenant(Some(cache_salt)));
-        let log = inner.open_log()?;
-        let removed = log.remove_tenant(tenant)?;
+        let log = inner.log_to_change()?;
+        let removed = log.remove_tenant(tenant);
         inner.sweep_memory(&log);
         if let Some(remote) = &inner.remote {
             let deleted = remote.clear(Some(tenant));
-            log.remove_tenant(tenant)?;
-            deleted?;
+            let again = log.remove_tenant(tenant);
+            return removed.and_then(|removed| deleted.and(again).map(|_| removed));
         }
-        Ok(removed)
+        removed
     }
 
     /// Removes everything of this geometry and shard.
@@ -210,15 +212,14 @@ impl Engine {
     /// As [`Engine::remove`].
     pub fn clear(&self) -> Result<()> {
         let inner = self.check()?;
-        let log = inner.open_log()?;
-        log.clear()?;
+        let log = inner.log_to_change()?;
+        let cleared = log.clear();
         inner.sweep_memory(&log);
         if let Some(remote) = &inner.remote {
             let deleted = remote.clear(None);
-            log.clear()?;
-            deleted?;
+            return cleared.and(deleted).and(log.clear());
         }
-        Ok(())
+        cleared
     }
 
     /// Makes every chunk durable that this process has stored, where its store has finished. What
@@ -306,6 +307,17 @@ impl EngineInner {
     fn open_log(&self) -> Result<Arc<Log>> {
         self.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is disabled or closed"))
     }
+
+    /// The log, unless it can only be read.
+    fn log_to_change(&self) -> Result<Arc<Log>> {
+        let log = self.open_log()?;
+        log.check_writable()?;
+        Ok(log)
+    }
+}
+
+fn count(answers: &[bool]) -> usize {
+    answers.iter().filter(|yes| **yes).count()
 }
 
 /// Finds the chunks of a load one by one.

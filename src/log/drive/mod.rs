@@ -349,10 +349,28 @@ impl Volume {
     pub(super) fn flush_lane_names(&self) -> Result<()> {
         let generation = self.shard.lane_generation();
         if self.durable_lanes.load(Ordering::Acquire) != generation {
-            paths::sync_dir(&self.shard_dir)?;
+            let dir = self.shard_dir.clone();
+            self.in_time(move || paths::sync_dir(&dir))?;
             self.durable_lanes.store(generation, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Does work that calls the file system directly, not through a queue, on a thread of its own:
+    /// where the drive hangs, the caller gets `TimedOut`, and the work may end later.
+    ///
+    /// # Errors
+    /// `TimedOut`; those of the work.
+    pub(super) fn in_time(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        if self.ctx.options.foreground {
+            return work();
+        }
+        let (tell, told) = crossbeam_channel::bounded(1);
+        let spawned = std::thread::Builder::new().name("forebay-wait".to_owned()).spawn(move || tell.send(work()));
+        spawned.map_err(|e| Error::io("cannot start a thread of the log", e))?;
+        told.recv_timeout(self.ctx.options.io_timeout * 2).unwrap_or_else(|_| {
+            Err(Error::new(ErrorKind::TimedOut, "the drive does not end what it is doing").at(&self.root))
+        })
     }
 
     /// Why [`lanes`](Self::lanes) lacks a lane, if it does.

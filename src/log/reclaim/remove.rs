@@ -23,6 +23,14 @@ use crate::log::recovery::reader::header_of_slot;
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 impl Log {
+    /// Whether anything can be removed.
+    ///
+    /// # Errors
+    /// `Unsupported` where the log is open for reading only; `Closed`.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        self.ctx.check_writable()
+    }
+
     /// Removes keys; for each, whether it was stored. After the return no process serves any of
     /// them, also after a crash and a rebuild, until it is stored again. A put of another process
     /// that is under way counts as later.
@@ -59,7 +67,7 @@ impl Log {
                 });
             }
         }
-        self.volumes.iter().try_for_each(|v| raise_floor(v, What::Tenant(tenant)))?;
+        self.raise_floors(What::Tenant(tenant))?;
         self.ctx.counters.removed.add(keys.len() as u64);
         Ok(keys.len() as u64)
     }
@@ -70,15 +78,29 @@ impl Log {
     /// As [`remove_tenant`](Self::remove_tenant).
     pub fn clear(&self) -> Result<()> {
         self.ctx.check_writable()?;
-        self.volumes.iter().try_for_each(|v| raise_floor(v, What::All))
+        self.raise_floors(What::All)
+    }
+
+    /// On all drives, also where one of them fails.
+    fn raise_floors(&self, what: What) -> Result<()> {
+        let mut outcome = Ok(());
+        for volume in &self.volumes {
+            outcome = outcome.and(raise_floor(volume, what));
+        }
+        outcome
     }
 }
 
 fn raise_floor(volume: &Volume, what: What) -> Result<()> {
     volume.check_shared()?;
-    let _lock = volume.lock_shard()?;
+    let lock = volume.lock_shard()?;
     let sequence = volume.shard.next_seq()?;
-    floors::raise(&volume.shard_dir, Some(&volume.shard), what, sequence)?;
+    let (dir, shard) = (volume.shard_dir.clone(), Arc::clone(&volume.shard));
+    // The lock stays taken for as long as the file may still change.
+    volume.in_time(move || {
+        let _lock = lock;
+        floors::raise(&dir, Some(&shard), what, sequence)
+    })?;
     volume.wake();
     Ok(())
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::support::*;
-use crate::error::ErrorKind;
+use crate::error::{Error, ErrorKind};
 use crate::format::record::Record;
 use crate::format::sealed::RegionLayout;
 use crate::io::{self, Fault, Faulty, Op, Request};
@@ -608,6 +608,32 @@ fn on_each(log: &Log) -> [Vec<u64>; 2] {
     let there = [on(0), on(1)];
     assert!(there.iter().all(|on| !on.is_empty()));
     there
+}
+
+#[test]
+fn what_calls_the_file_system_itself_is_not_waited_for_without_end() {
+    let dir = temp();
+    let log = Log::open(LogOptions { io_timeout: Duration::from_millis(10), ..options(dir.path()) }).unwrap();
+    let volume = &log.volumes[0];
+    let (let_go, hangs) = crossbeam_channel::bounded::<()>(1);
+    let late = volume.in_time(move || hangs.recv().map_err(|e| Error::new(ErrorKind::Io, e.to_string())));
+    assert_eq!(late.unwrap_err().kind(), ErrorKind::TimedOut);
+    let_go.send(()).unwrap();
+    volume.in_time(|| Ok(())).unwrap();
+    assert_eq!(volume.in_time(|| Err(Error::new(ErrorKind::NoSpace, "full"))).unwrap_err().kind(), ErrorKind::NoSpace);
+}
+
+#[test]
+fn a_drive_that_fails_keeps_no_other_from_removing_everything() {
+    for what in ["everything", "a tenant"] {
+        let (dir, other) = (temp(), temp());
+        let log = two_drives([dir.path(), other.path()], |_| None, |_| None);
+        let on = on_each(&log);
+        std::fs::rename(shard_dir(dir.path()), dir.path().join("gone")).unwrap();
+        let outcome = if what == "everything" { log.clear() } else { log.remove_tenant(spec(0).tenant).map(drop) };
+        assert_eq!(outcome.unwrap_err().kind(), ErrorKind::NotFound, "{what}");
+        assert!(!on[1].iter().any(|n| has(&log, *n)), "{what}");
+    }
 }
 
 #[test]
