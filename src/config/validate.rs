@@ -132,6 +132,14 @@ fn remote(s: &Settings) -> Checked {
             "the address holds a user or a password",
             "give credentials by the environment, the files that it names, or the instance's role",
         )?;
+        // No store is addressed by these parts: what is behind them would be passed over, and
+        // chunks go to another place. The value may be a signature, and is not shown.
+        ensure(
+            !url.contains(['?', '#']),
+            "remote_url",
+            "the address has a ? or #, and what is behind it would be ignored",
+            "end it with the path, and give credentials by the environment; in a name write %3F for ? and %23 for #",
+        )?;
     }
     let serde = s.remote_serde.as_deref().unwrap_or("naive");
     ensure(

@@ -43,7 +43,7 @@ pub(crate) enum Command {
     /// Measure raw I/O or the whole engine with fio's options, output and JSON.
     Bench(Box<crate::bench::BenchArgs>),
     /// Replay a Mooncake-format request trace against cache sizes and policies.
-    Replay(crate::replay::ReplayArgs),
+    Replay(Box<crate::replay::ReplayArgs>),
     /// Fill a cache ahead of time.
     Warm(crate::warm::WarmArgs),
     /// Copy a cache to a remote store, or from there to a drive, ahead of time.

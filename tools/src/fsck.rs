@@ -10,7 +10,7 @@ use forebay::log::fsck::{LaneDir, RawLane, RebuildOptions, budget_damage, deep, 
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
-use crate::ls::{hex, now_s, shards};
+use crate::ls::{Shard, hex, now_s, shards};
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 
@@ -176,24 +176,51 @@ fn check(place: &CacheArgs, context: &Context) -> Result<Outcome> {
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
 
-fn check_deep(place: &CacheArgs, context: &Context) -> Result<Outcome> {
-    let mut bad = Vec::new();
-    let (mut slots, mut bytes, mut index_damage, mut absent) = (0, 0, 0, 0);
-    let (found, unreadable) = shards(&place.directory)?;
-    for (files, raw) in found {
-        index_damage += raw.iter().map(|l| l.damage.len()).sum::<usize>();
+/// What reading every slot of a cache has found.
+#[derive(Default)]
+struct DeepReport {
+    slots: u64,
+    bytes: u64,
+    absent: usize,
+    index_damage: usize,
+    bad: Vec<Value>,
+    /// Lanes and shards that could not be read, and why.
+    unreadable: Vec<String>,
+}
+
+impl DeepReport {
+    /// Reads all slots of a shard.
+    fn add(&mut self, (files, raw): Shard, context: &Context) {
+        self.index_damage += raw.iter().map(|l| l.damage.len()).sum::<usize>();
         let total: u64 = raw.iter().map(|l| l.counts.file_bytes[1]).sum();
         let bar = progress::bar(context, "checking", total, Unit::Bytes);
-        let checked = deep(&files, &raw, now_s(), &|n| bar.inc(n))?;
+        let checked = deep(&files, &raw, now_s(), &|n| bar.inc(n));
         bar.finish_and_clear();
-        slots += checked.slots;
-        bytes += checked.bytes;
-        absent += checked.gone.len();
+        let checked = match checked {
+            Ok(checked) => checked,
+            // A server may have deleted a lane meanwhile. What the others have is told all the
+            // same: reading it may have taken hours.
+            Err(e) => {
+                let shard = files.first().map(|f| format!("{}/{}", f.namespace, f.shard)).unwrap_or_default();
+                self.unreadable.push(format!("{shard}: {e}"));
+                return;
+            }
+        };
+        self.slots += checked.slots;
+        self.bytes += checked.bytes;
+        self.absent += checked.gone.len();
         for b in checked.bad {
             let lane = files.get(b.lane).map(name);
-            bad.push(json!({"lane": lane, "key": hex(&b.key.0), "offset": b.offset, "what": b.what}));
+            self.bad.push(json!({"lane": lane, "key": hex(&b.key.0), "offset": b.offset, "what": b.what}));
         }
     }
+}
+
+fn check_deep(place: &CacheArgs, context: &Context) -> Result<Outcome> {
+    let (found, unreadable) = shards(&place.directory)?;
+    let mut report = DeepReport { unreadable, ..DeepReport::default() };
+    found.into_iter().for_each(|shard| report.add(shard, context));
+    let DeepReport { slots, bytes, absent, index_damage, bad, unreadable } = report;
     let budget = budget_report(&place.directory)?;
     let clean = bad.is_empty() && index_damage == 0 && unreadable.is_empty() && budget.is_none();
     if context.json {
@@ -259,9 +286,7 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
             .advice("see `forebay fsck check`"));
     }
     let options = RebuildOptions { dry_run: args.dry_run, backup: !args.no_backup };
-    let mut reports = Vec::new();
-    let mut clean = true;
-    let (mut lost, mut failed) = (Vec::new(), Vec::new());
+    let mut report = RebuildReport::default();
     let mut first_error = None;
     for (files, raw) in all.iter().zip(&read) {
         if args.lane.as_ref().is_some_and(|wanted| name(files) != *wanted) {
@@ -269,11 +294,15 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
         }
         if files.is_lost() {
             // There is nothing that an index could be made from.
-            lost.push(name(files));
+            report.lost.push(name(files));
             continue;
         }
-        // A new index does not help where the shard's floors are damaged.
-        let damaged = !raw.as_ref().is_ok_and(|l| l.damage.is_empty()) && !files.floors_are_damaged();
+        if files.floors_are_damaged() {
+            // A new index does not help: no lane of the shard is served.
+            report.unserved.push((name(files), remedy(&args.place.directory, files, "")));
+            continue;
+        }
+        let damaged = !raw.as_ref().is_ok_and(|l| l.damage.is_empty());
         if !(damaged || args.all || args.lane.is_some()) {
             continue;
         }
@@ -287,43 +316,115 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
             Ok(done) => done,
             // The others are rebuilt all the same.
             Err(e) => {
-                failed.push((name(files), e.to_string()));
+                report.failed.push((name(files), e.to_string()));
                 first_error.get_or_insert(e);
                 continue;
             }
         };
-        clean &= done.left_out.is_empty();
         let left_out: Vec<Value> =
             done.left_out.iter().map(|b| json!({"key": hex(&b.key.0), "offset": b.offset, "what": b.what})).collect();
-        reports.push(json!({"lane": name(files), "chunks": done.chunks, "bytes": done.bytes,
+        report.left_out |= !left_out.is_empty();
+        report.lanes.push(json!({"lane": name(files), "chunks": done.chunks, "bytes": done.bytes,
             "segments": done.segments,
             "old_records": done.old_records, "superblock_derived": done.derived, "left_out": left_out}));
     }
-    clean &= lost.is_empty() && failed.is_empty();
-    let outcome = if clean { Outcome::Done } else { Outcome::Problem };
-    if context.json {
-        let failed: Vec<Value> = failed.iter().map(|(lane, e)| json!({"lane": lane, "error": e})).collect();
-        out::print_json(&json!({"dry_run": args.dry_run, "clean": clean, "lanes": reports, "lost_lanes": lost,
-            "failed": failed}))?;
-        return first_error.map_or(Ok(outcome), Err);
+    report.show(args, context)?;
+    let outcome = if report.is_clean() { Outcome::Done } else { Outcome::Problem };
+    first_error.map_or(Ok(outcome), Err)
+}
+
+/// What was rebuilt, and what could not be.
+#[derive(Default)]
+struct RebuildReport {
+    lanes: Vec<Value>,
+    /// Whether something of these lanes was left out.
+    left_out: bool,
+    /// Lanes without data.kv.
+    lost: Vec<String>,
+    /// Lanes of shards whose floors are damaged, and what helps.
+    unserved: Vec<(String, String)>,
+    failed: Vec<(String, String)>,
+}
+
+impl RebuildReport {
+    fn is_clean(&self) -> bool {
+        !self.left_out && self.lost.is_empty() && self.unserved.is_empty() && self.failed.is_empty()
     }
-    let verb = if args.dry_run { "would be restored" } else { "restored" };
-    for r in &reports {
-        let lane = r["lane"].as_str().unwrap_or_default();
-        out::print(&format!("{lane}: {} chunks, {} bytes {verb}\n", r["chunks"], r["bytes"]))?;
-        for b in r["left_out"].as_array().into_iter().flatten() {
-            out::print(&format!("  left out: {} at {}: {}\n", b["key"], b["offset"], b["what"]))?;
+
+    fn show(&self, args: &RebuildArgs, context: &Context) -> Result<()> {
+        if context.json {
+            let failed: Vec<Value> = self.failed.iter().map(|(lane, e)| json!({"lane": lane, "error": e})).collect();
+            let unserved: Vec<Value> =
+                self.unserved.iter().map(|(lane, help)| json!({"lane": lane, "remedy": help})).collect();
+            return out::print_json(&json!({"dry_run": args.dry_run, "clean": self.is_clean(), "lanes": self.lanes,
+                "lost_lanes": self.lost, "damaged_floors": unserved, "failed": failed}));
+        }
+        let verb = if args.dry_run { "would be restored" } else { "restored" };
+        for r in &self.lanes {
+            let lane = r["lane"].as_str().unwrap_or_default();
+            out::print(&format!("{lane}: {} chunks, {} bytes {verb}\n", r["chunks"], r["bytes"]))?;
+            for b in r["left_out"].as_array().into_iter().flatten() {
+                out::print(&format!("  left out: {} at {}: {}\n", b["key"], b["offset"], b["what"]))?;
+            }
+        }
+        for lane in &self.lost {
+            let directory = quoted(&args.place.directory);
+            out::print(&format!("{lane}: its data.kv is gone; remedy: forebay fsck repair {directory}\n"))?;
+        }
+        for (lane, help) in &self.unserved {
+            let what = "the file FLOORS of its shard is damaged, which a new index does not help";
+            out::print(&format!("{lane}: {what}; remedy: {help}\n"))?;
+        }
+        for (lane, e) in &self.failed {
+            out::print(&format!("{lane}: not rebuilt: {e}\n"))?;
+        }
+        if self.lanes.is_empty() && self.is_clean() {
+            out::print(
+                "no index is damaged; --all rebuilds all the same; `forebay fsck repair` drops damaged chunks\n",
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use forebay::config::{Capacity, MinFree, Settings};
+    use forebay::objects::{ObjectMemory, ObjectOptions, ObjectPut, ObjectStore, PutOptions};
+
+    use super::*;
+
+    /// A shard with one object.
+    fn put_one(dir: &Path, namespace: &str) {
+        let mut settings = Settings::at(dir);
+        settings.capacity = Capacity::Bytes(1 << 30);
+        settings.min_free = MinFree::Bytes(0);
+        settings.allow_any_filesystem = true;
+        let options = ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(&settings, namespace) };
+        let store = ObjectStore::open_with(options).unwrap();
+        let value = ObjectMemory::from_vec(b"value".to_vec()).unwrap();
+        let put = store.submit_put(vec![ObjectPut { key: b"k".to_vec(), value }], PutOptions::default()).unwrap();
+        assert!(store.wait(put, Duration::from_secs(120)).unwrap().all_ok());
+        store.flush().unwrap();
+    }
+
+    #[test]
+    fn a_lane_that_goes_during_a_deep_check_hides_nothing_of_other_shards() {
+        let dir = tempfile::tempdir().unwrap();
+        ["one", "other"].into_iter().for_each(|namespace| put_one(dir.path(), namespace));
+        for gone in [0, 1] {
+            let (found, unreadable) = shards(dir.path()).unwrap();
+            let lane = found[gone].0[0].path().to_path_buf();
+            let shard = format!("{}/{}: ", found[gone].0[0].namespace, found[gone].0[0].shard);
+            let away = dir.path().join("away");
+            std::fs::rename(lane.join("data.kv"), &away).unwrap();
+            let mut report = DeepReport { unreadable, ..DeepReport::default() };
+            found.into_iter().for_each(|shard| report.add(shard, &Context { json: true, quiet: true }));
+            assert_eq!((report.slots, report.bad.len(), report.unreadable.len()), (1, 0, 1));
+            assert!(report.unreadable[0].starts_with(&shard), "{:?}", report.unreadable);
+            std::fs::rename(&away, lane.join("data.kv")).unwrap();
         }
     }
-    for lane in &lost {
-        let directory = quoted(&args.place.directory);
-        out::print(&format!("{lane}: its data.kv is gone; remedy: forebay fsck repair {directory}\n"))?;
-    }
-    for (lane, e) in &failed {
-        out::print(&format!("{lane}: not rebuilt: {e}\n"))?;
-    }
-    if reports.is_empty() && lost.is_empty() && failed.is_empty() {
-        out::print("no index is damaged; --all rebuilds all the same; `forebay fsck repair` drops damaged chunks\n")?;
-    }
-    first_error.map_or(Ok(outcome), Err)
 }

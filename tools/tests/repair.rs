@@ -17,6 +17,7 @@ use forebay::format::crc;
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
 use forebay::key::{self, ChunkKey};
+use forebay::log::fsck::{RawLane, deep, lanes};
 use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
 use forebay::objects::{ObjectMemory, ObjectOptions, ObjectPut, ObjectStore, PutOptions};
 
@@ -461,6 +462,26 @@ fn repair_drops_what_deep_finds_bad_and_it_is_stored_again() {
 }
 
 #[test]
+fn a_lane_that_goes_during_a_deep_check_lists_nothing_and_the_others_keep_what_is_bad() {
+    let dir = folder();
+    // Two servers, a lane each.
+    let logs = [filled(dir.path()), open(dir.path())];
+    store(&logs[1], 30, None);
+    logs[1].flush().unwrap();
+    let files = lanes(dir.path()).unwrap();
+    let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
+    for (files, raw) in files.iter().zip(&raw) {
+        let data = File::options().write(true).open(files.path().join("data.kv")).unwrap();
+        data.write_all_at(&[0xa5; 100], raw.slot_offset(&raw.records[0]) + 8192).unwrap();
+    }
+    let bad = deep(&files, &raw, 0, &|_| ()).unwrap().bad;
+    assert_eq!(bad.iter().map(|b| b.lane).collect::<Vec<_>>(), [0, 1], "{bad:?}");
+    // As a server deletes it, while another thread of the check reads.
+    let bad = deep(&files, &raw, 0, &|_| drop(std::fs::remove_dir_all(files[0].path()))).unwrap().bad;
+    assert_eq!(bad.iter().map(|b| (b.lane, b.key)).collect::<Vec<_>>(), [(1, name(30))], "{bad:?}");
+}
+
+#[test]
 fn what_was_repaired_stays_gone_when_the_index_is_made_anew_from_the_slots() {
     let dir = folder();
     close(filled(dir.path()));
@@ -492,6 +513,32 @@ fn a_lane_whose_data_is_gone_goes_by_the_command_that_check_names() {
     let log = open(dir.path());
     store(&log, 4, None);
     assert_eq!(stored(&log), [4]);
+}
+
+#[test]
+fn rebuild_names_the_remedy_where_floors_are_damaged_which_it_cannot_help() {
+    let dir = folder();
+    close(filled(dir.path()));
+    let lane = lane(dir.path());
+    std::fs::write(lane.with_file_name("FLOORS"), vec![0x5a; 32 << 10]).unwrap();
+    let namespace = lane.ancestors().nth(2).unwrap().file_name().unwrap().to_str().unwrap();
+    let remedy = format!("remedy: forebay purge . --namespace {namespace}\n");
+    let check = forebay(dir.path(), &["fsck", "check", "."]).expect(3).stdout;
+    assert!(check.contains(&remedy), "{check}");
+    for more in [&[][..], &["--dry-run"], &["--all"]] {
+        let rebuild = [&["fsck", "rebuild", "."], more].concat();
+        let told = forebay(dir.path(), &rebuild).expect(3).stdout;
+        assert!(told.contains(&remedy) && told.contains("FLOORS"), "{told}");
+        assert!(!told.contains("no index is damaged") && !told.contains("restored"), "{told}");
+        let json = forebay(dir.path(), &[&rebuild[..], &["--json"]].concat()).expect(3).json();
+        assert_eq!((&json["clean"], &json["lanes"]), (&false.into(), &serde_json::json!([])), "{json}");
+        let unserved = &json["damaged_floors"][0];
+        assert!(unserved["lane"].as_str().unwrap().ends_with("/lane0"), "{json}");
+        assert!(remedy.contains(unserved["remedy"].as_str().unwrap()), "{json}");
+    }
+    forebay(dir.path(), &["purge", ".", "--namespace", namespace, "--yes"]).expect(0);
+    forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
+    forebay(dir.path(), &["fsck", "check", "."]).expect(0);
 }
 
 #[test]

@@ -208,6 +208,33 @@ fn a_simulated_cache_has_no_ranks() {
 }
 
 #[test]
+fn an_option_that_would_change_nothing_is_refused_with_what_it_needs() {
+    let (dir, trace) = (folder(), excerpt());
+    let replay = |words: &str| {
+        let words = ["replay", &trace, "--limit", "20"].into_iter().chain(words.split(' ')).collect::<Vec<_>>();
+        forebay(dir.path(), &words)
+    };
+    for (words, needed) in [
+        ("--directory .", "needs --engine real"),
+        ("--log-bytes 1g", "needs --engine real"),
+        ("--window 4", "needs --engine real, and --ranks above 1 or --behind"),
+        ("--seed 1", "needs --engine real, and --ranks above 1 or --behind"),
+        ("--engine real --window 4", "needs --engine real, and --ranks above 1 or --behind"),
+        ("--engine real --ranks 1 --seed 2", "needs --engine real, and --ranks above 1 or --behind"),
+        ("--admission-loss 0.06", "needs --admission adaptive"),
+        ("--admission all,second_touch --admission-loss 0.1", "needs --admission adaptive"),
+    ] {
+        let error = replay(words).expect(2).stderr;
+        assert!(error.contains(needed) && error.contains("leave --"), "{words}: {error}");
+    }
+    // What one of several replays uses is no mistake.
+    replay("--admission all,adaptive --admission-loss 0.1").expect(0);
+    let real = "--engine real --directory . --log-bytes 200m --capacity-tokens 300k";
+    replay(&format!("{real} --ranks 1,2 --window 2 --seed 3")).expect(0);
+    replay(&format!("{real} --behind 4 --window 2 --seed 3")).expect(0);
+}
+
+#[test]
 fn every_policy_is_simulated_and_the_chart_shows_them() {
     let (dir, trace) = (folder(), excerpt());
     let names = "fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum";

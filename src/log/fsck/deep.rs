@@ -119,9 +119,21 @@ fn still_there(files: &[LaneDir], lanes: &[RawLane], now_s: u64, deep: &mut Deep
     if deep.bad.is_empty() || !lanes.iter().any(|l| l.in_use) {
         return Ok(());
     }
-    let again: Vec<RawLane> = files.iter().map(RawLane::read).collect::<Result<_>>()?;
+    let (mut places, mut again) = (Vec::new(), Vec::new());
+    for (place, files) in files.iter().enumerate() {
+        match RawLane::read(files) {
+            Ok(lane) => {
+                places.push(place);
+                again.push(lane);
+            }
+            // The lane was deleted meanwhile: it lists nothing any more.
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    let place = |(i, r): &(usize, Record)| Some((*places.get(*i)?, r.key, again.get(*i)?.slot_offset(r)));
     let listed: std::collections::HashSet<(usize, ChunkKey, u64)> =
-        listed(&again, now_s).iter().filter_map(|(i, r)| Some((*i, r.key, again.get(*i)?.slot_offset(r)))).collect();
+        listed(&again, now_s).iter().filter_map(place).collect();
     deep.bad.retain(|bad| listed.contains(&(bad.lane, bad.key, bad.offset)));
     Ok(())
 }

@@ -7,6 +7,7 @@ use forebay::geometry::PRESETS;
 use forebay::{Error, ErrorKind, Result};
 
 use super::options::{Coding, IoEngine, JobOptions, KvOptions, Layout, Rw};
+use super::raw::directory_of;
 use crate::cli::word;
 use crate::report::logs::LogNames;
 
@@ -316,8 +317,8 @@ impl Job {
 
     /// The directory of its files or its cache.
     pub(crate) fn place(&self) -> PathBuf {
-        let parent = self.filename.as_ref().and_then(|file| file.parent()).filter(|p| !p.as_os_str().is_empty());
-        parent.map_or_else(|| self.directory.clone(), Path::to_path_buf)
+        // A file that is named may lie in a folder below the directory, or elsewhere.
+        self.filename.as_ref().and_then(|_| directory_of(&self.file_of(0))).unwrap_or_else(|| self.directory.clone())
     }
 
     /// Tokens of a prompt of `lookup`.
@@ -382,6 +383,32 @@ impl Job {
         match self.rw {
             Rw::Lookup => vec![("tokens", self.lookup_tokens()), ("entries", self.kv.entries)],
             _ => vec![("chunks", self.kv.chunks), ("one_gone_of", self.kv.one_gone_of)],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_place_of_a_named_file_is_the_folder_that_it_lies_in() {
+        for (directory, filename, place) in [
+            (Some("/mnt/d"), Some("sub/x"), "/mnt/d/sub"),
+            (Some("/mnt/d"), Some("x"), "/mnt/d"),
+            (Some("/mnt/d"), Some("/srv/x"), "/srv"),
+            (None, Some("sub/x"), "sub"),
+            (None, Some("x"), "."),
+            (Some("/mnt/d"), None, "/mnt/d"),
+            (None, None, "."),
+        ] {
+            let options = JobOptions {
+                rw: Some(Rw::Read),
+                directory: directory.map(PathBuf::from),
+                filename: filename.map(PathBuf::from),
+                ..JobOptions::default()
+            };
+            assert_eq!(Job::new(options, "j").unwrap().place(), Path::new(place), "{directory:?} {filename:?}");
         }
     }
 }

@@ -15,7 +15,7 @@ mod real;
 mod tiers;
 pub(crate) mod trace;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
@@ -31,6 +31,15 @@ use crate::{size, stop};
 pub(crate) use policy::PolicyKind;
 use tiers::Tiers;
 pub(crate) use trace::{BLOCK_TOKENS, Request, parse_trace, read_trace};
+
+/// Share of the hits that `adaptive` may cost where nobody says otherwise.
+const ADMISSION_LOSS: f64 = 0.06;
+/// Bytes of a real log's files where nobody says otherwise.
+const LOG_BYTES: u64 = 3 << 30;
+/// Neighbours that change places where nobody says otherwise.
+const WINDOW: usize = 4;
+/// Seed of the ranks' orders where nobody says otherwise.
+const SEED: u64 = 1;
 
 /// Options of `forebay replay`.
 #[derive(Clone, Debug, Args)]
@@ -55,9 +64,10 @@ pub(crate) struct ReplayArgs {
     /// What is stored at all, comma-separated.
     #[arg(long, value_delimiter = ',', value_enum, default_value = "all", value_name = "NAME,…")]
     pub(crate) admission: Vec<AdmissionKind>,
-    /// With --admission adaptive: share of the hits that it may cost by its own estimate.
-    #[arg(long, default_value = "0.06", value_parser = share, value_name = "SHARE")]
-    pub(crate) admission_loss: f64,
+    /// With --admission adaptive: share of the hits that it may cost by its own estimate [default:
+    /// 0.06].
+    #[arg(long, value_parser = share, value_name = "SHARE")]
+    pub(crate) admission_loss: Option<f64>,
     /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated
     /// caches of single chunks, and for one real log, with the engine's own tier.
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
@@ -69,13 +79,15 @@ pub(crate) struct ReplayArgs {
     /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
     #[arg(long, value_delimiter = ',', value_enum, default_value = "stored", value_name = "WHEN,…")]
     pub(crate) offer: Vec<chunks::Offer>,
-    /// With --engine real: where its files go, in a temporary directory that is removed.
-    #[arg(long, default_value = ".", value_name = "DIR")]
-    pub(crate) directory: PathBuf,
+    /// With --engine real: where its files go, in a temporary directory that is removed [default:
+    /// .].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) directory: Option<PathBuf>,
     /// With --engine real: bytes that its files take at most, all ranks together. With few bytes,
-    /// what a log needs besides its slots takes a larger part of the capacity than in service.
-    #[arg(long, default_value = "3g", value_parser = size::parse_bytes, value_name = "SIZE")]
-    pub(crate) log_bytes: u64,
+    /// what a log needs besides its slots takes a larger part of the capacity than in service
+    /// [default: 3g].
+    #[arg(long, value_parser = size::parse_bytes, value_name = "SIZE")]
+    pub(crate) log_bytes: Option<u64>,
     /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A
     /// prompt is found as far as all ranks have it.
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64), value_name = "N,…")]
@@ -84,17 +96,17 @@ pub(crate) struct ReplayArgs {
     /// when the next request is looked up.
     #[arg(long, default_value = "0", value_parser = clap::value_parser!(u64).range(..=4096), value_name = "N")]
     pub(crate) behind: u64,
-    /// With several ranks: blocks are stored in the prompt's order, except that each rank stores
-    /// groups of N neighbours in an order of its own.
-    #[arg(long, default_value = "4", value_name = "N")]
-    pub(crate) window: usize,
+    /// With several ranks, or --behind: blocks are stored in the prompt's order, except that each
+    /// rank stores groups of N neighbours in an order of its own [default: 4].
+    #[arg(long, value_name = "N")]
+    pub(crate) window: Option<usize>,
     /// With --engine real and one rank: the cache is closed and opened anew after every N requests,
     /// as servers are that get a new version.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     pub(crate) restart_every: Option<u64>,
-    /// Seed of the ranks' orders.
-    #[arg(long, default_value = "1", value_name = "N")]
-    pub(crate) seed: u64,
+    /// With several ranks, or --behind: seed of the ranks' orders [default: 1].
+    #[arg(long, value_name = "N")]
+    pub(crate) seed: Option<u64>,
     /// Draw hit ratio and write amplification over the capacity into this SVG file.
     #[arg(long, value_name = "FILE")]
     pub(crate) chart: Option<PathBuf>,
@@ -232,6 +244,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
     let next = chunks::next_uses(&requests);
     let runs = runs(args, remote);
+    check_options(args)?;
     runs.iter().try_for_each(|run| check(args, *run))?;
     if args.chart.is_some() && runs.iter().all(|run| run.capacity == u64::MAX) {
         return Err(Error::new(
@@ -313,6 +326,26 @@ fn runs(args: &ReplayArgs, remote: u64) -> Vec<Run> {
     runs
 }
 
+/// Refuses options that no replay would use: figures would be taken for what they are not.
+fn check_options(args: &ReplayArgs) -> Result<()> {
+    let is_real = args.engine == ReplayEngine::Real;
+    let has_orders = is_real && (args.behind > 0 || args.ranks.iter().any(|&ranks| ranks > 1));
+    let is_adaptive = args.admission.contains(&AdmissionKind::Adaptive);
+    let orders = "--engine real, and --ranks above 1 or --behind";
+    let given = [
+        ("--directory", args.directory.is_some(), is_real, "--engine real"),
+        ("--log-bytes", args.log_bytes.is_some(), is_real, "--engine real"),
+        ("--window", args.window.is_some(), has_orders, orders),
+        ("--seed", args.seed.is_some(), has_orders, orders),
+        ("--admission-loss", args.admission_loss.is_some(), is_adaptive, "--admission adaptive"),
+    ];
+    match given.into_iter().find(|(_, is_given, is_used, _)| *is_given && !is_used) {
+        None => Ok(()),
+        Some((name, _, _, needed)) => Err(Error::new(ErrorKind::InvalidInput, format!("{name} needs {needed}"))
+            .advice(format!("add what it needs, or leave {name} out"))),
+    }
+}
+
 /// Refuses what no cache can do, before any replay begins.
 fn check(args: &ReplayArgs, run: Run) -> Result<()> {
     let Run { ranks, offer, .. } = run;
@@ -355,7 +388,8 @@ fn open_cache(
     (bytes_per_token, next): (u64, &chunks::NextUses),
 ) -> Result<Box<dyn ReplayCache>> {
     let Run { policy, capacity, ranks, offer, .. } = run;
-    let admission = run.admission.policy(args.admission_loss);
+    let admission = run.admission.policy(args.admission_loss.unwrap_or(ADMISSION_LOSS));
+    let place = (args.directory.as_deref().unwrap_or(Path::new(".")), args.log_bytes.unwrap_or(LOG_BYTES));
     match (args.engine, ranks == 1 && args.behind == 0) {
         (ReplayEngine::Sim, _) => {
             let others =
@@ -364,19 +398,15 @@ fn open_cache(
         }
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
-            let cache = real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?;
+            let cache = real::RealCache::open(place, (policy, admission, offer), sizes)?;
             let cache = cache.with_memory(args.memory_tokens)?;
             Ok(Box::new(cache.with_restarts(args.restart_every.map(|n| usize::try_from(n).unwrap_or(usize::MAX)))))
         }
         (ReplayEngine::Real, _) => {
-            let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };
+            let (seed, window) = (args.seed.unwrap_or(SEED), args.window.unwrap_or(WINDOW));
+            let disorder = ranks::Disorder { seed, window, behind: args.behind };
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(ranks::Ranks::open(
-                (&args.directory, args.log_bytes),
-                (policy, admission, offer),
-                sizes,
-                (ranks, disorder),
-            )?))
+            Ok(Box::new(ranks::Ranks::open(place, (policy, admission, offer), sizes, (ranks, disorder))?))
         }
     }
 }

@@ -27,7 +27,7 @@ use crate::stop;
 use pattern::Pattern;
 use worker::{Plan, Worker};
 
-pub(crate) use layout::{prepare, remove};
+pub(crate) use layout::{directory_of, prepare, remove};
 
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
@@ -153,7 +153,7 @@ fn open_queues(job: &Job, index: usize, (device, pool): (&dyn Device, &Arc<Stagi
         read_latency: None,
         write_throttle: false,
         name: format!("{}.{index}", job.name),
-        trial_dir: layout::directory_of(&job.file_of(index)),
+        trial_dir: directory_of(&job.file_of(index)),
     })
 }
 

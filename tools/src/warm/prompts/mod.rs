@@ -50,7 +50,7 @@ pub(crate) struct PromptsArgs {
     #[arg(long)]
     trace: bool,
     /// Vocabulary of the model, for the token ids of a trace.
-    #[arg(long, default_value_t = 32_000, value_name = "N", value_parser = clap::value_parser!(u32).range(64..))]
+    #[arg(long, default_value_t = 32_000, requires = "trace", value_name = "N", value_parser = clap::value_parser!(u32).range(64..))]
     vocab_size: u32,
     /// Running OpenAI-compatible server whose connector stores what it computes.
     #[arg(long, value_name = "URL", required_unless_present_any = ["launch", "dry_run"], conflicts_with = "launch")]
@@ -68,10 +68,10 @@ pub(crate) struct PromptsArgs {
     #[arg(long, visible_alias = "cache-dir", value_name = "DIR", requires = "launch", conflicts_with = "server")]
     directory: Option<PathBuf>,
     /// Python that vllm and forebay are installed in.
-    #[arg(long, default_value = "python3", value_name = "PATH")]
+    #[arg(long, default_value = "python3", requires = "launch", conflicts_with = "server", value_name = "PATH")]
     python: PathBuf,
     /// Seconds that the started vLLM may take to come up.
-    #[arg(long, default_value_t = 900, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MAX_S))]
+    #[arg(long, default_value_t = 900, requires = "launch", conflicts_with = "server", value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MAX_S))]
     start_timeout: u64,
     /// Requests under way at once.
     #[arg(long, default_value_t = 8, value_name = "N", value_parser = super::parse_jobs)]
@@ -89,10 +89,10 @@ pub(crate) struct PromptsArgs {
     #[arg(long)]
     dry_run: bool,
     /// Model preset whose bytes per token the dry run counts with.
-    #[arg(long, value_name = "PRESET")]
+    #[arg(long, requires = "dry_run", value_name = "PRESET")]
     preset: Option<String>,
     /// Prompt tokens per second that the dry run reckons with.
-    #[arg(long, value_name = "N", value_parser = parse_rate)]
+    #[arg(long, requires = "dry_run", value_name = "N", value_parser = parse_rate)]
     prefill_rate: Option<f64>,
     /// Further arguments of the started vLLM.
     #[arg(last = true, value_name = "ARGS", requires = "launch", conflicts_with = "server")]

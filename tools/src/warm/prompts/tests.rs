@@ -30,10 +30,20 @@ fn options_that_would_have_no_effect_or_no_end_are_refused() {
         "--server http://h --timeout 18446744073709551615",
         "--launch m --cache-dir d --start-timeout 18446744073709551615",
         "--server http://h --timeout 0",
+        "--server http://h --preset llama-3.1-8b",
+        "--server http://h --prefill-rate 10",
+        "--server http://h --python p",
+        "--dry-run --python p",
+        "--server http://h --start-timeout 9",
+        "--dry-run --start-timeout 9",
+        "--server http://h --vocab-size 100",
+        "--dry-run --vocab-size 100",
     ] {
         assert!(Line::try_parse_from(["x", "f"].into_iter().chain(words.split(' '))).is_err(), "{words}");
     }
     assert!(args(&["f", "--launch", "m", "--cache-dir", "d", "--", "--max-model-len", "9"]).directory.is_some());
+    args(&["f", "--launch", "m", "--cache-dir", "d", "--python", "p", "--start-timeout", "9"]);
+    args(&["f", "--trace", "--vocab-size", "100", "--dry-run", "--preset", "tiny", "--prefill-rate", "9"]);
 }
 
 /// Answers each request by `answer(path, body)`; counts completions.
