@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import sys
 import threading
@@ -54,6 +55,16 @@ def test_values_of_bfloat16_take_less_space_and_come_back(cache: Path, dtype: st
         out = np.zeros_like(value)
         assert store.get({"a": out}) == [True] and np.array_equal(out, value)
         assert "forebay_object_codec_misfits_total 0" in store.metrics()
+
+
+def test_settings_without_effect_are_told(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from forebay import _logging
+
+    caplog.set_level(logging.WARNING, logger="forebay")
+    with forebay.ObjectStore(config(cache) | {"local_cpu": True, "remote_url": f"file://{cache}/store"}):
+        pass
+    _logging.flush()
+    assert all(f"{key} has no effect on objects" in caplog.text for key in ("local_cpu", "remote_url"))
 
 
 def test_the_capacity_may_stand_beside_the_directory(cache: Path) -> None:

@@ -94,6 +94,11 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let settings = options.settings.clone();
     settings.validate()?;
     settings.require_drives()?;
+    for (key, is_set) in [("remote_url", settings.remote_url.is_some()), ("local_cpu", settings.local_cpu)] {
+        if is_set {
+            tracing::warn!("{key} has no effect on objects: they are on the drives alone; leave it out");
+        }
+    }
     let load_pool = pool(&settings, settings.staging, "staging")?;
     let store_pool = pool(&settings, settings.store_staging, "store_staging")?;
     let geometry = Arc::new(geometry(&options.namespace)?.with_fingerprint(settings.fingerprint.as_deref()));

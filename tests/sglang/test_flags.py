@@ -53,6 +53,10 @@ def test_settings_that_are_wrong_are_named(cache: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             main(["--linker", "--cache-dir", str(cache), "--set", item])
         assert item.partition("=")[0] in capsys.readouterr().err
+    for item in ("interface_v1=off", "cache_dir=elsewhere", "drives=elsewhere"):
+        with pytest.raises(SystemExit):
+            main(["--cache-dir", str(cache), "--set", item])
+        assert item.partition("=")[0] in capsys.readouterr().err
     assert main(["--cache-dir", str(cache / "missing" / "drive")]) == 1
     assert "is no directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):

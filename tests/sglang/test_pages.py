@@ -344,7 +344,7 @@ def test_once_the_weights_are_others_everything_is_a_miss(cache: Path, monkeypat
         assert over.batch_exists(keys) == 2 and over.batch_get_v2(transfer) == {PoolName.SWA: [True, True]}
 
 
-@pytest.mark.parametrize("started", [(None,), ("dynamic", "another.module")])
+@pytest.mark.parametrize("started", [(None,), ("dynamic", "another.module"), ("dynamic", "my.forebay"), ("dynamic", "@missing.json")])
 def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, monkeypatch: pytest.MonkeyPatch, started: tuple[Any]) -> None:
     pool, keys = mha(), names(2)
     with backend(config(cache), pool) as over:
@@ -365,6 +365,20 @@ def test_attached_later_it_is_to_be_told_what_the_weights_are_now(cache: Path, m
     with backend(config(cache, more={"fingerprint": "after"}), pool) as over:
         updater.update_weights_from_tensor()
         assert over.batch_set_v1(keys, pages(pool, 0, 2)) == [False, False]
+
+
+def test_a_server_may_be_started_with_it_by_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := cache.parent / "extra.json").write_text(json.dumps({"module_path": "forebay.sglang"}))
+    weight_updater(monkeypatch)
+    start = world.server_args
+    monkeypatch.setattr(world, "server_args", lambda: start("dynamic", f"@{file}"))
+    with backend(config(cache), mha()) as over:
+        assert over.batch_exists(names(1)) == 0
+
+
+def test_a_switch_that_sglang_takes_for_a_yes_is_refused(cache: Path) -> None:
+    with pytest.raises(Exception, match="interface_v1 is 'off'.*give 1 or 0"), backend(config(cache, more={"interface_v1": "off"}), mha()):
+        pass
 
 
 def test_sglangs_own_keys_in_the_extra_config_are_left_to_sglang(cache: Path) -> None:

@@ -33,8 +33,10 @@ PAGE, TOKENS, LAYERS, HEADS, DIM = 16, 256, 3, 2, 32
 
 
 def server_args(storage: str | None = "dynamic", module: str = "forebay.sglang") -> ServerArgs:
-    """SGLang's arguments, as the scheduler has them when it makes a backend; `storage` or `module` is another where it is attached later."""
-    given = {"hicache_storage_backend": storage, "hicache_storage_backend_extra_config": json.dumps({"module_path": module})}
+    """SGLang's arguments, as the scheduler has them when it makes a backend; `storage` or `module` is another where it is attached later.
+    `@` and a file: the module is in there."""
+    config = module if module.startswith("@") else json.dumps({"module_path": module})
+    given = {"hicache_storage_backend": storage, "hicache_storage_backend_extra_config": config}
     args = ServerArgs(model_path="dummy", load_format="dummy", page_size=PAGE, **given)
     set_global_server_args_for_scheduler(args)
     return args

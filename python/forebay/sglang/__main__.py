@@ -17,6 +17,9 @@ from forebay._drives import drives
 from forebay.connector import settings
 from forebay.sglang.versions import SGLANGS_KEYS
 
+#: Settings that have flags of their own, by all of their names.
+PLACES = ("cache_dir", "drives", "gds_path", "capacity")
+
 
 def _as_json(text: str) -> Any:
     """A number as a number, for SGLang takes no text for it; what is not JSON as it is."""
@@ -74,7 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
         key, equals, value = item.partition("=")
         if not equals:
             parser.error(f"--set {item}: write KEY=VALUE")
+        if key in PLACES:
+            parser.error(f"--set {item}: give --cache-dir, or --capacity")
         given[key] = _as_json(value) if key in SGLANGS_KEYS else value
+    if given.get("interface_v1", 1) not in (0, 1):
+        parser.error(f"--set interface_v1={given['interface_v1']}: write 1 or 0, SGLang takes any text for a yes")
     if asked.linker and "chunk_size" in given:
         parser.error("--set chunk_size: a chunk is a page of SGLang's; leave it out, and give --page-size")
     # The linker's extra config has none of SGLang's keys.

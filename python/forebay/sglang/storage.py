@@ -69,7 +69,7 @@ class HiCache(HiCacheStorage):
                 "--hicache-storage-backend dynamic"
             )
         model = identity.of(server_args, version, addition)
-        self._in_place = bool((storage_config.extra_config or {}).get("interface_v1", 0))
+        self._in_place = _is_in_place(storage_config)
         self._config = storage_config
         self._store = forebay.ObjectStore(settings or None, namespace=f"sglang/{space}/{model}")
         self._quiet = Guard(logger)
@@ -322,10 +322,27 @@ class _Moved:
         return taken
 
 
+def _is_in_place(config: HiCacheStorageConfig) -> bool:
+    """`interface_v1` of the extra config. SGLang takes any text for a yes, "off" too."""
+    given = (config.extra_config or {}).get("interface_v1") or 0
+    if given not in (0, 1):
+        raise forebay.ConfigError(f"interface_v1 is {given!r} in the extra config: give 1 or 0, as a number")
+    return bool(given)
+
+
 def _was_started_with_it(server_args: Any) -> bool:
-    """Whether this is the backend that SGLang was started with, as far as its record tells: its extra config may be in a file."""
-    given = str(getattr(server_args, "hicache_storage_backend_extra_config", None))
-    return server_args.hicache_storage_backend == "dynamic" and (given.startswith("@") or "forebay" in given)
+    """Whether this is the backend that SGLang was started with. What its record does not tell for sure counts as attached later."""
+    if server_args.hicache_storage_backend != "dynamic":
+        return False
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    given = getattr(server_args, "hicache_storage_backend_extra_config", None)
+    try:
+        # SGLang's own reading: the extra config may be in a file.
+        config, *_ = HybridCacheController.parse_storage_backend_extra_config(given)
+    except Exception:  # noqa: BLE001 - whatever a file that changed since, or is gone, makes of it
+        return False
+    return isinstance(config, dict) and str(config.get("module_path", "")).split(".")[0] == "forebay"
 
 
 def _refuse(config: HiCacheStorageConfig, server_args: Any) -> None:

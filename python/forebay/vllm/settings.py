@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FINGERPRINT = "fingerprint"
 LAYERWISE = "use_layerwise"
 BLENDING = "enable_blending"
-MEMORY, PREFETCH, REMOTE = "local_cpu", "prefetch", "remote_url"
+MEMORY, PREFETCH = "local_cpu", "prefetch"
 #: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of
 #: this package alone.
 LOAD_LIMIT = "load_limit"
@@ -70,11 +70,14 @@ class Settings:
         return str(self.resolved[FINGERPRINT] or "")
 
 
-def is_on(value: Any) -> bool:
-    """Whether a setting is switched on, however it was written."""
-    if isinstance(value, str):
-        return value.strip().lower() in ("1", "true", "yes", "on")
-    return bool(value)
+def is_on(name: str, value: Any) -> bool:
+    """Whether a setting is switched on, written as the engine's own may be (docs/configuration.md)."""
+    said = str(value).strip().lower()
+    if said in ("1", "true", "yes", "on"):
+        return True
+    if said in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{name} is {value!r}: give true or false")
 
 
 def read(extra: Mapping[str, Any]) -> Settings:

@@ -61,18 +61,15 @@ class ForebayTier(SecondaryTierManager):
         tier_compat.check_version()
         logs.join()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = Locality(extra.pop("locality", Locality.LOCAL.value))
-        wants_events = settings.is_on(extra.pop("enable_kv_events", False))
+        self.locality = _locality(extra.pop("locality", Locality.LOCAL.value))
+        wants_events = settings.is_on("tier: enable_kv_events", extra.pop("enable_kv_events", False))
         self._events: list[OffloadingEvent] | None = None
         if wants_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
-        keep_after_reset = settings.is_on(extra.pop("keep_after_reset", False))
+        keep_after_reset = settings.is_on("tier: keep_after_reset", extra.pop("keep_after_reset", False))
         if settings.LOAD_LIMIT in extra:
             raise Unsupported(f"tier: {settings.LOAD_LIMIT} has no effect here, vLLM decides what it loads from a tier; leave it out")
         read = settings.read(extra)
-        for name in (settings.REMOTE, settings.MEMORY):
-            if read.resolved[name]:
-                logger.warning("tier: %s has no effect here: what is stored lies on the drives alone; it is for ForebayConnector", name)
         rows = _rows(primary_kv_view)
         config = tier_compat.find_config()
         if config is not None:
@@ -167,6 +164,15 @@ class ForebayTier(SecondaryTierManager):
         if not self._is_shut:
             self._is_shut = True
             self._transfers.close(CLOSE_TIMEOUT_MS)
+
+
+def _locality(given: Any) -> Locality:
+    """Which servers find what is stored here, as vLLM tells of it."""
+    try:
+        return Locality(given)
+    except ValueError as error:
+        values = ", ".join(str(one.value) for one in Locality)
+        raise ValueError(f"tier: locality is {given!r}: give one of {values}") from error
 
 
 def _rows(view: memoryview) -> Rows:

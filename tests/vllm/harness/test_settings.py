@@ -182,6 +182,22 @@ def test_weights_that_cannot_be_told_apart_want_a_fingerprint(tmp_path: Path) ->
     assert known(load_format="tensorizer", model_loader_extra_config={"tensorizer_config": {"tensorizer_dir": local}})
 
 
+def test_a_projection_that_an_adapter_was_merged_into_is_other_weights(tmp_path: Path) -> None:
+    file, projection = tmp_path / "model.safetensors", 896 * 896 * 2
+    with file.open("wb") as weights:
+        weights.truncate(1 << 30)
+    before = identity.weights_digest(str(tmp_path))
+    for place in range(0, 1 << 30, 99_999_989):
+        with file.open("rb+") as weights:
+            weights.seek(place)
+            weights.write(b"\1" * projection)
+            weights.flush()
+            assert identity.weights_digest(str(tmp_path)) != before, f"the projection at {place}"
+            weights.seek(place)
+            weights.write(bytes(projection))
+    assert identity.weights_digest(str(tmp_path)) == before
+
+
 def test_of_a_loaders_configuration_counts_what_names_weights(tmp_path: Path) -> None:
     def of(**given: Any) -> str | None:
         return identity.loader_digest(given)

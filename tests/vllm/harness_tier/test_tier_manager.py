@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import shutil
@@ -198,21 +197,13 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
         "range": ({"load_timeout_ms": 3600001}, "use 0 to 3600000 ms"),
         "model": ({"fingerprint": ""}, "name model, revision and quantisation in `fingerprint`"),
         "drive": ({"gds_config": {}}, "cache_dir"),
+        "word": ({"keep_after_reset": "ture"}, "keep_after_reset is 'ture': give true or false"),
+        "locality": ({"locality": "here"}, "locality is 'here': give one of LOCAL"),
         "limit": ({"load_limit": "module:function"}, "load_limit has no effect here"),
     }
     for tier, says in refused.values():
         with pytest.raises((ValueError, forebay.ConfigError), match=says):
             World(tmp_path, tier=tier)
-
-
-def test_settings_without_effect_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with World(tmp_path, tier={"local_cpu": True, "remote_url": f"file://{tmp_path}/store"}) as world:
-        fill(world, 2)
-    assert "tier: local_cpu has no effect" in caplog.text
-    assert "tier: remote_url has no effect" in caplog.text
 
 
 def test_another_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
