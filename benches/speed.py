@@ -91,7 +91,8 @@ class Bench:
 
     # -- measuring
     def sweep(self, rw, size):
-        """fio's best point, by the clock that it is compared by; the drive's speed swings, so the points are run in turns."""
+        """fio's best point, and its best one with one job, by the clock that it is compared by; the drive's speed swings, so the
+        points are run in turns."""
         points = [(bs, d, j) for bs in ("256k", "1m", "4m") for d in (4, 8, 32) for j in (1, 2)]
         rates = {point: [] for point in points}
         for _ in range(self.args.sweep_runs):
@@ -101,9 +102,8 @@ class Bench:
                 rates[point].append(self.fio(rw, point, size)["job"][rw]["bw_bytes"])
                 progress(f"fio {rw} {point}: {rates[point][-1] / 1e9:.2f} GB/s")
         table = [(point, statistics.median(of)) for point, of in rates.items()]
-        best = max(table, key=lambda of: of[1])
         self.notes[f"fio {rw} sweep, bs x iodepth x numjobs, GB/s"] = ", ".join(f"{p[0]}x{p[1]}x{p[2]} {r / 1e9:.2f}" for p, r in table)
-        return best[0]
+        return tuple(max((of for of in table if of[0][2] <= jobs), key=lambda of: of[1])[0] for jobs in (2, 1))
 
     def clean_written(self):
         """What fio wrote is removed, so that it does not write to blocks that it has just given back."""
@@ -273,8 +273,10 @@ class Bench:
                  f"{len(spreads)} runs, max {max(spreads):.2f}")
 
     def mixed(self, point):
-        # One job: the workers of forebay's would all begin at the start of the file.
-        bs, depth, jobs = point[:2] + (1,)
+        # Of one job: the workers of forebay's would all begin at the start of the file. Its best
+        # point, not the first two parts of another one's: with few small requests in flight,
+        # forebay's threads for reads and for writes wake each other for each request.
+        bs, depth, jobs = point
         size, seconds = self.args.size, 8
         mix = ("--rwmixread=80", f"--runtime={seconds}", "--time_based")
         self.pairs("reads beside a writer at 20 %", ">= 0.95 x fio's reads in the same mix",
@@ -432,8 +434,8 @@ def main():
     try:
         if {"loads", "mixed", "codec"} & set(parts):
             fill(bench.fio_file, args.size)
-        read_point = bench.sweep("read", args.size // 4) if {"loads", "mixed", "codec"} & set(parts) else None
-        write_point = bench.sweep("write", args.size // 4) if {"stores", "codec"} & set(parts) else None
+        read_point, of_one_job = bench.sweep("read", args.size // 4) if {"loads", "mixed", "codec"} & set(parts) else (None, None)
+        write_point, _ = bench.sweep("write", args.size // 4) if {"stores", "codec"} & set(parts) else (None, None)
         if "loads" in parts:
             bench.loads(read_point)
         if "overlap" in parts:
@@ -444,7 +446,7 @@ def main():
             bench.codec("read", read_point)
             bench.codec("write", write_point)
         if "mixed" in parts:
-            bench.mixed(read_point)
+            bench.mixed(of_one_job)
         for part, measure in (("lookups", bench.lookups), ("reopen", bench.reopen)):
             if part in parts:
                 measure()
