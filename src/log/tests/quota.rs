@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::format::record::KeyKind;
+use crate::geometry::Shard;
 use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Refusal};
 
 const QUOTA: u64 = 2 << 20;
@@ -214,4 +216,26 @@ fn what_a_process_stored_that_died_makes_room_too() {
     // They fill less than a segment, so none of them can go for the next ones.
     fill(&log, 1000..1020, OURS);
     assert_eq!(held(&log, 1000..1020).len(), 20);
+}
+
+#[test]
+fn ranks_in_one_directory_share_a_quota() {
+    let dir = temp();
+    let rank = |n| {
+        let shard = Shard { tp: (n, 2), ..Shard::default() };
+        let geometry = Arc::new((*geometry()).clone().with_shard(shard).unwrap());
+        Log::open(LogOptions { geometry, ..limited(dir.path(), crate::index::Reclaim::Prefix) }).unwrap()
+    };
+    // The first one alone has all of it, until the other comes.
+    let ranks = [rank(0), rank(1)];
+    let limits = || ranks.each_ref().map(|log| log.volumes[0].quota.as_ref().unwrap().limit());
+    let by = soon();
+    while limits() != [QUOTA / 2; 2] {
+        assert!(std::time::Instant::now() < by, "{:?}", limits());
+        std::thread::yield_now();
+    }
+    for log in &ranks {
+        fill(log, 0..200, OURS);
+        assert!(taken(log)[&OURS] <= QUOTA / 2);
+    }
 }
