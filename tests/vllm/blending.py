@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -304,9 +305,13 @@ def arms(server: Server, blend: Blend) -> dict[str, Any]:
     seen["plain"] = plain
     # In vLLM's prefix cache and in Forebay there is blended KV of these very tokens now.
     seen["afterwards"] = server.generate({"prompt_token_ids": prompt})
-    assert server.llm.reset_prefix_cache()
-    seen["from the cache"] = server.generate({"prompt_token_ids": prompt})
-    return seen
+    # What was computed is stored after the answer, on a busy machine some time after.
+    by = time.monotonic() + 30
+    while True:
+        assert server.llm.reset_prefix_cache()
+        seen["from the cache"] = server.generate({"prompt_token_ids": prompt})
+        if seen["from the cache"]["cached"] > 0 or time.monotonic() > by:
+            return seen
 
 
 def holes(server: Server, blend: Blend, cache: Path) -> dict[str, Any]:
