@@ -275,12 +275,13 @@ fn tiny_staging_carries_everything_and_sheds_what_will_not_wait() {
     // Each holds three extents; a prompt has 16.
     w.settings.staging = 1 << 20;
     w.settings.store_staging = 1 << 20;
-    w.settings.capacity = Capacity::Bytes(256 << 20);
+    w.settings.capacity = Capacity::Bytes(4 << 30);
     let engine = w.open();
     let n = 8 * CHUNK;
     let a = w.kv().filled(1);
     let prompts: Vec<_> = (0..8).map(|i| prompt(&engine, n, i)).collect();
-    // From here on there is a segment to write to, and staging is all that can be missing.
+    // From here on there is a segment to write to, which has room for all, and staging is all that
+    // can be missing.
     assert_eq!(store(&engine, &prompt(&engine, CHUNK, 9), &a, slots(CHUNK, 1)).stored, 1);
     let stores: Vec<_> = prompts
         .iter()
