@@ -344,6 +344,12 @@ impl PoolShared {
                     self.replace_hung(&mut state);
                     self.serve_elsewhere(&mut state, hung);
                 }
+                // A hung write leaves its place in the window, and no thread may have been added
+                // that would take the next one.
+                if state.jobs.has_work() {
+                    let idle = state.idle;
+                    self.wake(&mut state, idle);
+                }
                 MutexGuard::unlocked(&mut state, || {
                     expired.ended.into_iter().for_each(Ended::deliver);
                 });

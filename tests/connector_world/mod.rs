@@ -310,8 +310,12 @@ impl Server {
         if !self.held.is_empty() || self.reqs.values().any(moves) {
             return;
         }
-        // The last in line: the first one would take its blocks again for the same load, and the
-        // others would wait for ever.
+        self.give_way();
+    }
+
+    /// Preempts the last in line that holds blocks of a load: the first one would take its blocks
+    /// again for the same load, and the others would wait for ever.
+    fn give_way(&mut self) {
         let loaded = self.reqs.iter().rfind(|(_, r)| r.state == State::Loaded).map(|(id, _)| id.clone());
         if let Some(id) = loaded {
             self.preempt(&id);
@@ -489,11 +493,18 @@ impl Server {
             self.disturb();
             self.step();
         }
-        let begun = Instant::now();
+        let (begun, mut steps) = (Instant::now(), 0);
         while !self.reqs.is_empty() || !self.held.is_empty() {
             assert!(begun.elapsed() < Duration::from_secs(120), "hangs: {:?} {:?}", self.reqs, self.held);
+            let left = self.reqs.len();
             self.step();
             std::thread::yield_now();
+            // A running request may find no block, be preempted and begin again for ever, where
+            // requests with loaded blocks have the others.
+            steps = if self.reqs.len() < left { 0 } else { steps + 1 };
+            if steps % 1000 == 999 {
+                self.give_way();
+            }
         }
         assert_eq!(self.free.len(), BLOCKS - 1, "blocks are lost");
         let stats = self.s.stats();

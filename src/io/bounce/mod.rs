@@ -215,7 +215,11 @@ impl BounceShared {
             let now = Instant::now();
             let expired = state.give_up_late(now);
             if !expired.ended.is_empty() {
-                MutexGuard::unlocked(&mut state, || expired.ended.into_iter().for_each(Ended::deliver));
+                MutexGuard::unlocked(&mut state, || {
+                    expired.ended.into_iter().for_each(Ended::deliver);
+                    // What stood behind them may be able to go on.
+                    self.pump();
+                });
                 continue;
             }
             let abandon = state.closing.abandon_at().filter(|t| *t > now);

@@ -142,6 +142,8 @@ impl Ring {
                     Ok(_) => (Some(i), true),
                     Err(e) => {
                         self.files.disable();
+                        // The kernel's table would keep the files open that are in it.
+                        let _ = self.uring.submitter().unregister_files();
                         self.notes.add(format!("files are no longer registered: {e}"));
                         (None, false)
                     }

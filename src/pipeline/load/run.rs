@@ -368,10 +368,7 @@ impl LoadInner {
         let unwiped = self.pump.forget_wipes(self);
         self.update(|state| {
             state.wiped(unwiped);
-            if !state.finished {
-                state.cancelled |= cause == MissCause::Cancelled;
-                state.fail_unfinished(cause);
-            }
+            state.give_up(cause);
         });
     }
 

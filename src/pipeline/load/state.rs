@@ -708,6 +708,20 @@ impl LoadState {
         }
     }
 
+    /// Ends the load. Where everything is there and only its news are still to be told, it was not
+    /// cancelled: stores that depend on it may go on.
+    pub(super) fn give_up(&mut self, cause: MissCause) {
+        if !self.finished {
+            self.cancelled |= cause == MissCause::Cancelled && !self.is_whole();
+            self.fail_unfinished(cause);
+        }
+    }
+
+    /// Whether all layers are ready and have verified.
+    fn is_whole(&self) -> bool {
+        self.ready == self.remaining.len() && self.remaining.iter().all(|&left| left == 0)
+    }
+
     /// Finds out which layers are ready now and whether the load has finished; `true` where that
     /// has changed and waiting threads must be woken.
     pub(super) fn publish(&mut self) -> bool {
@@ -728,7 +742,7 @@ impl LoadState {
         while open(self.ready) == Some(0) {
             self.ready += 1;
         }
-        if self.telling == 0 && self.ready == self.remaining.len() && self.remaining.iter().all(|&left| left == 0) {
+        if self.telling == 0 && self.is_whole() {
             self.finished = true;
             self.result.failed_blocks.sort_unstable();
             self.result.failed_blocks.dedup();
@@ -874,11 +888,14 @@ mod tests {
         state.framed(0, 2);
         state.end_scatter(&step);
         assert!(state.publish() && state.layer(1).is_some() && !state.finished);
+        // The caller has all layers, and drops its load.
+        state.give_up(MissCause::Cancelled);
         let news = state.take_news();
         assert!(news.len() == 1 && tier.hold(id, rank).is_none());
         news.into_iter().for_each(FrameNews::tell);
         state.told(1);
         assert!(state.publish() && state.finished);
+        assert_eq!(state.verified(), Some(true), "a store may depend on it");
         drop(state.take_frames());
 
         let mut state = one_chunk(ChunkMemory::Hit(tier.get(id, rank, Instant::now()).unwrap()));

@@ -552,7 +552,9 @@ impl StoreState {
     /// Gives up `chunk`, unless it is over, and the chunks after it whose slots are not open.
     pub(super) fn shed(&mut self, chunk: usize, cause: ShedCause) {
         for at in chunk..self.chunks.len() {
-            let unopened = self.chunks.get(at).is_some_and(|c| matches!(c.phase, StorePhase::Waiting(_)));
+            // A slot that is just being opened is given back when it comes.
+            let is_unopened = |phase: &StorePhase| matches!(phase, StorePhase::Waiting(_) | StorePhase::Opening);
+            let unopened = self.chunks.get(at).is_some_and(|c| is_unopened(&c.phase));
             if self.is_living(at) && (at == chunk || unopened) {
                 self.result.count_shed(cause, 1);
                 self.over(at);
@@ -735,16 +737,23 @@ mod tests {
 
     /// A store of one chunk of two layers, all of which are computed, and its slot.
     fn one_chunk() -> (StoreState, Arc<dyn ChunkSink>) {
+        chunks(1)
+    }
+
+    /// The same of several chunks.
+    fn chunks(count: usize) -> (StoreState, Arc<dyn ChunkSink>) {
         let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
         let geometry = Geometry::new("m", DType::named("bf16").unwrap(), layers, 16).unwrap();
         let layout = SlotLayout::of_chunk(&geometry, 16);
         let sink: Arc<dyn ChunkSink> = Arc::new(Slot(layout.clone()));
-        let opened = Arc::clone(&sink);
-        let begin: BeginPut = Box::new(move || Begun::Open(opened));
-        let plans = ChunkPlans::new(Vec::new(), Arc::default());
-        let chunk = StoreChunk { layout, tokens: 16, plans, begin };
-        let mut state = StoreState::new(1, 2, 1 << 20);
-        state.plan(StorePlan { chunks: vec![chunk], ..StorePlan::default() });
+        let chunk = |_| {
+            let opened = Arc::clone(&sink);
+            let begin: BeginPut = Box::new(move || Begun::Open(opened));
+            let plans = ChunkPlans::new(Vec::new(), Arc::default());
+            StoreChunk { layout: layout.clone(), tokens: 16, plans, begin }
+        };
+        let mut state = StoreState::new(count, 2, 1 << 20);
+        state.plan(StorePlan { chunks: (0..count).map(chunk).collect(), ..StorePlan::default() });
         state.announce_all(None);
         (state, sink)
     }
@@ -784,6 +793,24 @@ mod tests {
         assert!(state.finished && tier.get(id, rank, Instant::now()).is_none());
         frame.publish(&crcs);
         assert_eq!(tier.get(id, rank, Instant::now()).unwrap().crc(1), Some(2));
+    }
+
+    #[test]
+    fn a_chunk_that_fails_takes_the_one_with_it_whose_slot_is_just_being_opened() {
+        let (mut state, sink) = chunks(2);
+        let NextStep::Begin(first, begin) = state.next(true, &[]) else { panic!("its slot is to be opened") };
+        assert!(state.begun(first, begin(), None));
+        let second = loop {
+            match state.next(true, &[]) {
+                NextStep::Begin(at, _) => break at,
+                NextStep::Gather(step, _) => state.ungather(&step),
+                _ => panic!("the slot of the second is to be opened"),
+            }
+        };
+        state.shed(first, ShedCause::Io);
+        assert!(state.begun(second, Begun::Open(sink), None));
+        assert!(state.finished && state.result.stored == 0, "{:?}", state.result);
+        assert_eq!(state.result.sheds, [(ShedCause::Io, 2)]);
     }
 
     #[test]
