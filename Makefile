@@ -24,7 +24,7 @@ demo: build
 # Gigabytes of wheels are fetched while the Rust tests are built.
 test:
 	@mkdir -p target && { $(MAKE) environments > target/environments.log 2>&1 & made=$$!; trap 'kill $$made' INT TERM; \
-		$(MAKE) lint unit doc && { wait $$made || { cat target/environments.log; exit 1; }; }; } && \
+		{ $(MAKE) lint unit doc || { kill $$made; exit 1; }; } && { wait $$made || { cat target/environments.log; exit 1; }; }; } && \
 		$(MAKE) python lmcache-ci sglang-ci vllm-harness vllm-ci kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 

@@ -38,7 +38,8 @@ Chunk = tuple[str, bytes, int, int]
 #: Stores under way that are remembered at most; the state machine forgets older ones too.
 MAX_ORDERED = 4096
 #: Announced chunks whose hashes are kept, about a kilobyte each, to take them back when they are
-#: evicted; older ones are taken back when a lookup misses them.
+#: evicted. What this server evicts of older ones is not taken back: the state machine forgets them
+#: with the eviction.
 MAX_ANNOUNCED = 16384
 
 

@@ -88,7 +88,7 @@ fn result(s: &Summary) -> String {
     };
     format!(
         "Result: {:.0} % of the prompts' tokens were on the drive, and were loaded at {} instead of being computed again.\n\
-         {right}\nKilled in the middle of its work, the cache {kept}, and was open again after {:.0} ms.\n",
+         {right}\nKilled with its cache open, Forebay {kept}, and was open again after {:.0} ms.\n",
         s.hit_ratio * 100.0,
         rate(s.load_bps),
         s.after_kill.reopen_ms

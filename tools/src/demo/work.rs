@@ -121,7 +121,7 @@ impl Work<'_> {
         Ok(Server { engine, paged, overlap, served: Served::default() })
     }
 
-    /// Serves the trace and flushes. The engine is returned open, so that a kill finds it at work.
+    /// Serves the trace and flushes. The engine is returned open: it is to be killed so.
     pub(super) fn serve(&self, gauge: &mut Gauge, bar: &ProgressBar) -> Result<(Served, Engine)> {
         let mut server = self.server(true)?;
         let started = Instant::now();
