@@ -72,7 +72,8 @@ class Settings:
 
 def is_on(name: str, value: Any) -> bool:
     """Whether a setting is switched on, written as the engine's own may be (docs/configuration.md)."""
-    said = str(value).strip().lower()
+    # A key without a value is not given.
+    said = "no" if value is None else str(value).strip().lower()
     if said in ("1", "true", "yes", "on"):
         return True
     if said in ("0", "false", "no", "off"):
