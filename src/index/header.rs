@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub(super) const HEADER_WORDS: usize = 512;
 
 /// Version of the shared layouts.
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 const W_MAGIC: usize = 0;
 const W_VERSION: usize = 1;

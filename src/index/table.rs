@@ -20,6 +20,9 @@ use crate::key::ChunkKey;
 
 /// Entries in the table, kept by the writer for everybody's statistics.
 pub(super) const W_LEN: usize = W_OWN;
+/// Non-zero once an entry may have been marked as removed. Not in the line of [`W_LEN`], which
+/// every put writes.
+pub(super) const W_HAS_REMOVALS: usize = W_OWN + 8;
 
 /// How many entries the fetch of a bucket's first line is ahead of that of a free line, and this of
 /// the insertion.
@@ -298,11 +301,28 @@ impl Table {
     /// `Permission` on a read-only mapping; `Busy` where another table has taken this one's place:
     /// look there.
     pub fn mark(&self, key: &ChunkKey, seq: u64, mark: Mark) -> Result<bool> {
+        if mark == Mark::Removed {
+            self.note_removals()?;
+        }
         let marked = self.change_marks(key, seq, seq, seq | mark as u64)?;
         if self.map.word(W_MOVED).is_some_and(|moved| moved.load(Ordering::SeqCst) != 0) {
             return Err(Error::new(ErrorKind::Busy, "the table has just been replaced"));
         }
         Ok(marked)
+    }
+
+    /// Whether an entry may have been marked as removed.
+    pub(super) fn has_removals(&self) -> bool {
+        self.map.load(W_HAS_REMOVALS) != 0
+    }
+
+    /// Before the first mark, so that whoever sees a mark sees this.
+    pub(super) fn note_removals(&self) -> Result<()> {
+        let word = self.map.word(W_HAS_REMOVALS).ok_or_else(header::read_only)?;
+        if word.load(Ordering::SeqCst) == 0 {
+            word.store(1, Ordering::SeqCst);
+        }
+        Ok(())
     }
 
     /// Takes a mark back.

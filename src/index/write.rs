@@ -164,16 +164,21 @@ impl Table {
                 }
             }
         }
-        Ok(())
+        // After the copy: a mark that it has was noted before.
+        if self.has_removals() { larger.note_removals() } else { Ok(()) }
     }
 
     /// Marks in `larger` the entries that were marked as removed here after they had been copied.
     /// To be called after [`mark_moved`](Self::mark_moved): whoever marks an entry here later than
-    /// that finds that the table has moved, and marks in `larger`.
+    /// that finds that the table has moved, and marks in `larger`. A table without such marks is
+    /// not read: at an opening it would come from the drive.
     ///
     /// # Errors
     /// As [`mark`](Self::mark).
     pub fn carry_marks(&self, larger: &Self) -> Result<()> {
+        if !self.has_removals() {
+            return Ok(());
+        }
         let mut marked = Vec::new();
         self.for_each_marked(Mark::Removed, |entry| marked.push((entry.key, entry.seq)));
         marked.into_iter().try_for_each(|(key, seq)| larger.mark(&key, seq, Mark::Removed).map(drop))

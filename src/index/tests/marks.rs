@@ -121,6 +121,21 @@ fn marks_outlive_the_growth_of_the_table_whenever_they_were_made() {
 }
 
 #[test]
+fn a_copied_mark_is_known_of_in_the_larger_table() {
+    let old = filled(50);
+    let grown = |from: &Table| {
+        let larger = Table::anonymous(&table_spec(from.next_max_entries(), 2)).unwrap();
+        from.grow_into(&larger, |_, _| {}).unwrap();
+        larger
+    };
+    assert!(old.mark(&key(2), 3, Mark::Leaving).unwrap() && !grown(&old).has_removals());
+    assert!(old.mark(&key(3), 4, Mark::Removed).unwrap());
+    let larger = grown(&old);
+    assert!(larger.has_removals(), "its writer may die before it carries marks over");
+    assert_eq!(mark_of(&grown(&larger), 3), Some(Mark::Removed));
+}
+
+#[test]
 fn carrying_marks_over_spares_what_is_new_in_the_larger_table() {
     let old = filled(50);
     let larger = Table::anonymous(&table_spec(old.next_max_entries(), 2)).unwrap();

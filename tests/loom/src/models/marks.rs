@@ -56,6 +56,7 @@ fn a_mark_is_carried_into_a_table_that_grows_or_its_maker_told() {
         if outcome.get() == Some(true) {
             told.add("carried");
             assert_eq!(grown.get_marked(&a).unwrap().2, Some(Mark::Removed), "a mark was lost");
+            assert!(grown.has_removals(), "the next table would not get it");
         } else {
             told.add("told");
         }

@@ -21,7 +21,7 @@ use super::bucket::{BUCKET_WORDS, SLOTS_PER_BUCKET, place};
 use super::header::{FileKind, HEADER_WORDS, Header, W_MOVED};
 use super::lane::{W_RECORDS_HIGH, W_RING_HEAD};
 use super::mapping::Mapping;
-use super::table::W_LEN;
+use super::table::{W_HAS_REMOVALS, W_LEN};
 use super::*;
 use crate::key::ChunkKey;
 
@@ -91,7 +91,7 @@ fn table(buckets: usize, words: &[usize]) -> (Table, Table) {
         let used = [0, 1, 4, 5].map(|word| bucket + word).into_iter().chain(words.iter().map(|w| bucket + 8 + w));
         used.for_each(|i| map.memory.word(i).unwrap().know());
     }
-    [W_MOVED, W_LEN].into_iter().for_each(|i| map.memory.word(i).unwrap().know());
+    [W_MOVED, W_LEN, W_HAS_REMOVALS].into_iter().for_each(|i| map.memory.word(i).unwrap().know());
     let reader = Table::with(again(&map, Access::ReadOnly), &header, false).unwrap();
     (Table::with(map, &header, true).unwrap(), reader)
 }
