@@ -353,8 +353,8 @@ impl SchedulerSide {
         py.detach(|| self.with(|s| Ok(s.update_connector_output(&output))))
     }
 
-    /// KV events since the last call, where the option `events` is on: (ordered,
-    /// stored, found, missing, evicted, remote), or None where nothing did. A chunk is (req_id,
+    /// KV events since the last call, where the option `events` is on: (ordered, stored, found,
+    /// missing, missing_remote, evicted, remote), or None where nothing did. A chunk is (req_id,
     /// key, first token, tokens); `stored` are keys of ordered chunks that every worker has
     /// committed, `evicted` keys of known ones that some worker has dropped for room; `remote` are
     /// (key, True) of known ones that every worker has uploaded, and (key, False) once they are
@@ -370,7 +370,18 @@ impl SchedulerSide {
         let keys = |of: &[[u8; 32]]| of.iter().map(|key| PyBytes::new(py, key)).collect::<Vec<_>>();
         let (stored, evicted) = (keys(&events.stored), keys(&events.evicted));
         let remote = events.remote.iter().map(|(key, is_there)| (PyBytes::new(py, key), *is_there)).collect();
-        Ok(Some((chunks(events.ordered), stored, chunks(events.found), chunks(events.missing), evicted, remote)))
+        let (missing, missing_remote) = (chunks(events.missing), chunks(events.missing_remote));
+        Ok(Some((chunks(events.ordered), stored, chunks(events.found), missing, missing_remote, evicted, remote)))
+    }
+
+    /// Evicted chunks, and with True chunks gone from the remote tier, of the last events that the
+    /// server could not take back, because it no longer knew their hashes: (key, is_remote). The
+    /// lookup that misses one names it as missing.
+    fn not_taken_back(&self, chunks: Vec<([u8; 32], bool)>) -> PyResult<()> {
+        self.with(|s| {
+            s.not_taken_back(chunks);
+            Ok(())
+        })
     }
 
     /// Looks everything up anew.
@@ -403,11 +414,12 @@ impl SchedulerSide {
 
 /// A chunk of a request: its name, the chunk's key, first token, tokens.
 type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
-/// Chunks ordered, keys stored, chunks found, chunks missing, keys evicted, keys that the remote
-/// tier has got or has no more.
+/// Chunks ordered, keys stored, chunks found, chunks missing, those whose event of the remote tier
+/// could not be taken back, keys evicted, keys that the remote tier has got or has no more.
 type EventRows<'py> = (
     Vec<ChunkRow<'py>>,
     Vec<Bound<'py, PyBytes>>,
+    Vec<ChunkRow<'py>>,
     Vec<ChunkRow<'py>>,
     Vec<ChunkRow<'py>>,
     Vec<Bound<'py, PyBytes>>,

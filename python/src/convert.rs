@@ -340,12 +340,13 @@ pub(crate) fn stream(object: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Strea
     Ok(Some(Stream(handle.extract()?)))
 }
 
-/// The element type of keys or of a rotary table, by torch's or struct's name.
+/// The element type of keys or of a rotary table, by torch's, struct's or the array interface's
+/// name.
 pub(crate) fn floats(name: &str) -> PyResult<FloatKind> {
-    match name.strip_prefix("torch.").unwrap_or(name) {
-        "float32" | "f" => Ok(FloatKind::F32),
+    match name.strip_prefix("torch.").unwrap_or(name).trim_start_matches(['<', '=', '@']) {
+        "float32" | "f" | "f4" => Ok(FloatKind::F32),
         "bfloat16" => Ok(FloatKind::Bf16),
-        "float16" | "e" => Ok(FloatKind::F16),
+        "float16" | "e" | "f2" => Ok(FloatKind::F16),
         other => {
             let e = invalid(format!("elements of type {other:?} cannot be rotated"));
             Err(to_py(&e.advice("keys and tables may be float32, bfloat16 or float16")))
@@ -360,5 +361,9 @@ pub(crate) fn rope_table(object: &Bound<'_, PyAny>) -> PyResult<Arc<RopeTable>> 
         let e = invalid(format!("a rotary table of shape {:?}", table.shape));
         return Err(to_py(&e.advice("give [positions, rotary_dim], its rows one after the other")));
     };
+    if table.format.is_empty() {
+        let e = invalid("a rotary table of no known element type");
+        return Err(to_py(&e.advice("give a tensor or an array of float32, bfloat16 or float16 instead of a tuple")));
+    }
     RopeTable::new(table.memory()?, 0, positions, rotary_dim, floats(&table.format)?).py()
 }

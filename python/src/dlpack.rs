@@ -109,7 +109,19 @@ pub(crate) fn describe(object: &Bound<'_, PyAny>) -> PyResult<Described> {
         itemsize,
         place,
         readonly: false,
-        format: String::new(),
+        format: element_type(tensor.code, bits),
     };
     raw.with_owner(owner.into_any())
+}
+
+/// The element type of DLPack's code, as numpy's array interface has it, and `bfloat16`; nothing
+/// for other codes.
+fn element_type(code: u8, bits: usize) -> String {
+    match code {
+        0 => format!("i{}", bits / 8),
+        1 => format!("u{}", bits / 8),
+        2 => format!("f{}", bits / 8),
+        4 => format!("bfloat{bits}"),
+        _ => String::new(),
+    }
 }

@@ -68,6 +68,31 @@ def test_long_segments_are_turned_token_by_token_whatever_their_slots(eng: foreb
     assert all((a[1] == b[1]).all() for a, b in zip(kv, one_by_one, strict=True))
 
 
+class DlPack:
+    """Memory that only DLPack describes."""
+
+    def __init__(self, of: np.ndarray) -> None:
+        self.__dlpack__, self.__dlpack_device__ = of.__dlpack__, of.__dlpack_device__
+
+
+class Interface:
+    """Memory that only the array interface describes."""
+
+    def __init__(self, of: np.ndarray) -> None:
+        self.of, self.__array_interface__ = of, of.__array_interface__
+
+
+@pytest.mark.parametrize("wrap", [DlPack, Interface])
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_a_table_may_be_described_in_other_ways(eng: forebay.Engine, wrap: Any, kind: Any) -> None:
+    first = [np.random.default_rng(SEED).normal(size=(2, BLOCKS, BLOCK, HEADS, DIM)).astype(np.float32) for _ in range(LAYERS)]
+    other = [layer.copy() for layer in first]
+    given = table(DIM).astype(kind)
+    eng.turn_keys(first, [0, 1], [3, 4], [9, 5], given, dtype="float32")
+    eng.turn_keys(other, [0, 1], [3, 4], [9, 5], wrap(given), dtype="float32")
+    assert all((a == b).all() for a, b in zip(first, other, strict=True))
+
+
 def test_equal_positions_keep_every_bit_and_skipped_tokens_are_left(eng: forebay.Engine) -> None:
     kv = [np.random.default_rng(SEED).normal(size=(2, BLOCKS, BLOCK, HEADS, DIM)).astype(np.float32) for _ in range(LAYERS)]
     before = [layer.copy() for layer in kv]
@@ -84,6 +109,7 @@ def test_equal_positions_keep_every_bit_and_skipped_tokens_are_left(eng: forebay
         ({"layers": [LAYERS]}, f"layer {LAYERS}"),
         ({"dtype": "float64"}, "float64"),
         ({"table": np.zeros(8, np.float32)}, "rotary table of shape"),
+        ({"table": (4096, [POSITIONS, DIM], None, 4, "cpu")}, "instead of a tuple"),
         ({"table": table(DIM * 2)}, "rotary elements"),
     ],
 )

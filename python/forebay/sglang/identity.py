@@ -137,14 +137,17 @@ CHECKPOINTS = ("modelopt_checkpoint_restore_path", "rl_quant_profile")
 EXPERTS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
 
 
-#: Variables of SGLang's that change how KV is laid out, or which weights are quantized. They count
-#: where they are set.
+#: Variables of SGLang's that change how KV is laid out, or which weights are quantized and how. They
+#: count where they are set.
 VARIABLES = (
     "SGLANG_AITER_KV_CACHE_LAYOUT",
     "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
+    "SGLANG_DSV4_FP4_DEQUANT",
+    "SGLANG_DSV4_FP4_EXPERTS",
     "SGLANG_DSV4_KV_LAYOUT",
     "SGLANG_FP4_IGNORED_LAYERS",
     "SGLANG_FP8_IGNORED_LAYERS",
+    "SGLANG_USE_HND_KVCACHE",
 )
 
 

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 LOCAL, REMOTE = "LOCAL", "REMOTE"
 #: A chunk of a request, as the state machine reports it: request, key, first token, tokens.
 Chunk = tuple[str, bytes, int, int]
+#: What the state machine's `take_events` returns.
+ChunkEvents = tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[Chunk], list[bytes], list[tuple[bytes, bool]]]
 #: Stores under way that are remembered at most; the state machine forgets older ones too.
 MAX_ORDERED = 4096
 #: Announced chunks whose hashes are kept, about a kilobyte each, to take them back when they are
-#: evicted. What this server evicts of older ones is not taken back: the state machine forgets them
-#: with the eviction.
+#: evicted. An older one is taken back when a lookup misses it: that request has the hashes.
 MAX_ANNOUNCED = 16384
 
 
@@ -115,10 +116,14 @@ class Announcer:
     def publish(
         self,
         requests: dict[str, Request],
-        chunk_events: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes], list[tuple[bytes, bool]]],
-    ) -> None:
-        """Turns the state machine's events into vLLM's; hashes of requests that have ended are no longer known."""
-        ordered, stored, found, missing, evicted, remote = chunk_events
+        chunk_events: ChunkEvents,
+    ) -> list[tuple[bytes, bool]]:
+        """Turns the state machine's events into vLLM's; hashes of requests that have ended are no longer known.
+
+        Returns the chunks that could not be taken back because their hashes are forgotten, and whether they were in remote storage.
+        """
+        ordered, stored, found, missing, missing_remote, evicted, remote = chunk_events
+        forgotten = []
         for req_id, key, start, tokens in ordered:
             if (request := requests.get(req_id)) is not None:
                 _remember(self._ordered, key, self._of(request, start, tokens), MAX_ORDERED)
@@ -132,13 +137,22 @@ class Announcer:
             self._announced.pop(key, None)
             if (request := requests.get(req_id)) is not None:
                 self._take_back(((part.group.index, part.hashes) for part in self._of(request, start, tokens)), LOCAL)
+        for req_id, _, start, tokens in missing_remote:
+            if (request := requests.get(req_id)) is not None:
+                self._take_back(((part.group.index, part.hashes) for part in self._of(request, start, tokens)), REMOTE)
         for key in evicted:
-            self._take_back(self._announced.pop(key, ()), LOCAL)
+            if (parts := self._announced.pop(key, None)) is not None:
+                self._take_back(parts, LOCAL)
+            else:
+                forgotten.append((key, False))
         for key, is_there in remote:
             if is_there:
                 self._announce_remote(key, self._uploading.pop(key, []))
+            elif (parts := self._uploaded.pop(key, None)) is not None:
+                self._take_back(parts, REMOTE)
             else:
-                self._take_back(self._uploaded.pop(key, ()), REMOTE)
+                forgotten.append((key, True))
+        return forgotten
 
     def _announce(self, key: bytes, parts: list[Stored]) -> None:
         if not parts:

@@ -224,7 +224,7 @@ class SchedulerHalf:
 
     def _publish(self) -> None:
         if self._announcer is not None and not self._resting and (chunk_events := self._side.take_events()) is not None:
-            self._announcer.publish(self._requests, chunk_events)
+            self._side.not_taken_back(self._announcer.publish(self._requests, chunk_events))
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM's blocks."""

@@ -21,6 +21,8 @@ const MAX_KNOWN: usize = 1 << 20;
 /// Chunks that are remembered at most as uploaded. That an older one is gone from the remote tier
 /// makes no event.
 const MAX_REMOTE: usize = 1 << 18;
+/// Chunks that are remembered at most as to be taken back when a lookup misses them.
+const MAX_LATE: usize = 1 << 20;
 
 /// A chunk of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,6 +48,8 @@ pub struct KvEvents {
     pub found: Vec<RequestChunk>,
     /// Chunks that were stored or found before, and that a lookup misses.
     pub missing: Vec<RequestChunk>,
+    /// Chunks that a lookup misses, and whose event in `remote` could not be taken back.
+    pub missing_remote: Vec<RequestChunk>,
     /// Keys of chunks that were stored or found before, and that a worker has dropped for room.
     pub evicted: Vec<[u8; 32]>,
     /// Keys of chunks that every worker has uploaded to the remote tier (`true`) after they were
@@ -60,6 +64,13 @@ struct RemoteCopies {
     ranks: HashSet<u32>,
     /// There was an event that says that the chunk is in the remote tier.
     is_told: bool,
+}
+
+/// In which tiers others still believe that a chunk is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Late {
+    local: bool,
+    remote: bool,
 }
 
 /// A map of at most `most` keys that forgets the oldest.
@@ -119,6 +130,9 @@ pub(super) struct EventLog {
     ordered: Bounded<ChunkKey, HashSet<u32>>,
     known: Bounded<ChunkKey, ()>,
     remote: Bounded<ChunkKey, RemoteCopies>,
+    /// Chunks that are gone and that the server could not take back, because it no longer had
+    /// their hashes. A request that misses one has them.
+    late: Bounded<ChunkKey, Late>,
 }
 
 impl EventLog {
@@ -130,6 +144,7 @@ impl EventLog {
             ordered: Bounded::new(MAX_ORDERED),
             known: Bounded::new(MAX_KNOWN),
             remote: Bounded::new(MAX_REMOTE),
+            late: Bounded::new(MAX_LATE),
         }
     }
 
@@ -144,6 +159,16 @@ impl EventLog {
 
     pub(super) fn take(&mut self) -> KvEvents {
         std::mem::take(&mut self.events)
+    }
+
+    /// The server could not take back these chunks, which the last events name as evicted or, with
+    /// `true`, as gone from the remote tier.
+    pub(super) fn not_taken_back(&mut self, chunks: impl IntoIterator<Item = (ChunkKey, bool)>) {
+        for (key, is_remote) in chunks.into_iter().filter(|_| self.is_on) {
+            self.late.insert(key, Late::default());
+            let Some(late) = self.late.get_mut(&key) else { continue };
+            *(if is_remote { &mut late.remote } else { &mut late.local }) = true;
+        }
     }
 
     /// A store of the tokens `start..stop` was ordered.
@@ -173,7 +198,7 @@ impl EventLog {
             ranks.insert(report.rank);
             if ranks.len() >= self.writers {
                 self.ordered.remove(&key);
-                self.known.insert(key, ());
+                self.know(key);
                 self.events.stored.push(key.0);
                 // All uploads may have been reported before this.
                 self.tell_uploaded(key);
@@ -191,6 +216,14 @@ impl EventLog {
         }
     }
 
+    /// An event says from now on that the drives have the chunk. Whether none did before.
+    fn know(&mut self, key: ChunkKey) -> bool {
+        if let Some(late) = self.late.get_mut(&key) {
+            late.local = false;
+        }
+        self.known.insert(key, ())
+    }
+
     fn uploaded(&mut self, rank: u32, key: ChunkKey) {
         self.remote.insert(key, RemoteCopies::default());
         if let Some(copies) = self.remote.get_mut(&key).filter(|copies| !copies.is_told) {
@@ -205,6 +238,9 @@ impl EventLog {
         let Some(copies) = self.remote.get_mut(&key) else { return };
         if copies.ranks.len() >= self.writers && self.known.contains(&key) {
             *copies = RemoteCopies { ranks: HashSet::new(), is_told: true };
+            if let Some(late) = self.late.get_mut(&key) {
+                late.remote = false;
+            }
             self.events.remote.push((key.0, true));
         }
     }
@@ -235,16 +271,21 @@ impl EventLog {
         }
         let size = prompt.chunk_tokens();
         for (i, key) in prompt.keys().iter().enumerate().take(found / size) {
-            if self.known.insert(*key, ()) {
+            if self.know(*key) {
                 self.ordered.remove(key);
                 self.events.found.push(chunk_of(req_id, *key, (i * size, size)));
                 self.tell_uploaded(*key);
             }
         }
-        if let Some(key) = prompt.keys().get(found / size)
-            && self.known.remove(key).is_some()
-        {
-            self.events.missing.push(chunk_of(req_id, *key, (found / size * size, size)));
+        if let Some(key) = prompt.keys().get(found / size) {
+            let late = self.late.remove(key).unwrap_or_default();
+            let chunk = || chunk_of(req_id, *key, (found / size * size, size));
+            if self.known.remove(key).is_some() || late.local {
+                self.events.missing.push(chunk());
+            }
+            if late.remote {
+                self.events.missing_remote.push(chunk());
+            }
         }
     }
 }

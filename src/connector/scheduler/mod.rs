@@ -387,6 +387,14 @@ impl Scheduler {
         self.event_log.take()
     }
 
+    /// The server could not take back these chunks, which the events that it took last name as
+    /// evicted or, with `true`, as gone from the remote tier: it no longer had what names them.
+    /// The lookup that misses one names it with its request, in [`KvEvents::missing`] and
+    /// [`KvEvents::missing_remote`].
+    pub fn not_taken_back(&mut self, chunks: impl IntoIterator<Item = ([u8; 32], bool)>) {
+        self.event_log.not_taken_back(chunks.into_iter().map(|(key, is_remote)| (ChunkKey(key), is_remote)));
+    }
+
     /// Notes for the events which chunks fetches have not found.
     pub(super) fn see_remote_gone(&mut self) {
         if self.event_log.is_on() {

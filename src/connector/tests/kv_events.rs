@@ -170,3 +170,37 @@ fn what_a_worker_has_evicted_is_taken_back_once_if_there_was_an_event_for_it() {
     s.get_num_new_matched_tokens("b", 0);
     assert_eq!(keys(&s.s.take_events().found), [found[1].key]);
 }
+
+#[test]
+fn what_the_server_could_not_take_back_is_missing_at_the_next_lookup_unless_it_is_back() {
+    let mut s = side_with(32, |o| o.events = true);
+    s.on_new_request("a", 100);
+    s.get_num_new_matched_tokens("a", 0);
+    let key = s.s.take_events().found[1].key;
+    let evicted = || WorkerMeta { evicted: vec![key], ..uploads(0, vec![(key, false)]) };
+    let all_gone = |s: &mut Side| {
+        say(s, uploads(0, vec![(key, true)]));
+        say(s, evicted());
+        let events = s.s.take_events();
+        assert_eq!((events.evicted, events.remote), (vec![key], vec![(key, true), (key, false)]));
+        s.s.not_taken_back([(key, false), (key, true)]);
+    };
+    let look_up = |s: &mut Side, req_id: &str, found| {
+        s.lookup.say(Some(found));
+        s.on_new_request(req_id, 100);
+        s.get_num_new_matched_tokens(req_id, 0);
+        s.s.take_events()
+    };
+    all_gone(&mut s);
+    let events = look_up(&mut s, "b", 16);
+    assert_eq!((keys(&events.missing), events.missing_remote), (vec![key], events.missing));
+    assert_eq!(look_up(&mut s, "c", 16), KvEvents::default(), "only once");
+    assert_eq!(keys(&look_up(&mut s, "d", 32).found), [key]);
+    all_gone(&mut s);
+    let found = look_up(&mut s, "e", 32).found;
+    assert_eq!(keys(&found), [key], "it is back");
+    say(&mut s, uploads(0, vec![(key, true)]));
+    say(&mut s, WorkerMeta { evicted: vec![key], ..WorkerMeta::default() });
+    assert_eq!(s.s.take_events(), KvEvents { evicted: vec![key], remote: vec![(key, true)], ..KvEvents::default() });
+    assert_eq!(look_up(&mut s, "f", 16), KvEvents::default(), "the server took back the second event");
+}

@@ -66,6 +66,30 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy
     server.close()
 
 
+def test_an_eviction_whose_hashes_are_forgotten_is_told_when_a_prompt_misses_the_chunk(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.vllm.events.MAX_ANNOUNCED", 1)
+    patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "eviction_policy": "lru"}
+    server = Server(Shape(ranks=1, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
+    asked = prompts(7)
+    for number, prompt in enumerate(asked):
+        store(server, f"r{number}", prompt)
+    until_told(server, asked[-1])
+    assert not any(isinstance(event, BlockRemoved) for event in server.events), "of evicted chunks nobody knows the hashes"
+    before = server.loaded_tokens
+    server.reset()
+    server.ask("again", asked[0], 2)
+    blocks = 32 // server.scheduler.kv_cache_manager.block_pool.hash_block_size
+    first = [hash_of(of) for of in server.scheduler.requests["again"].block_hashes[:blocks]]
+    server.drain()
+    until(server, lambda: any(isinstance(event, BlockRemoved) for event in server.events))
+    removed = [event.block_hashes for event in server.events if isinstance(event, BlockRemoved)]
+    assert (server.loaded_tokens, removed) == (before, [first])
+    server.check_outputs()
+    server.close()
+
+
 def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_misses_it(tmp_path: Path, device: str) -> None:
     (tmp_path / "store").mkdir()
     url = (tmp_path / "store").as_uri()
