@@ -433,20 +433,23 @@ struct RingPiece {
 /// Those of reading.
 pub(in crate::log) fn header_of_slot(data: &DirectFile, offset: u64) -> Result<Option<(u32, SlotHeader)>> {
     let there = data.len()?.saturating_sub(offset) as usize / PAGE_BYTES * PAGE_BYTES;
-    let mut bytes = AlignedBuf::zeroed((COARSE_BYTES + MAX_HEADER_BYTES).min(there).max(PAGE_BYTES))?;
     if there == 0 {
         return Ok(None);
     }
-    let first = COARSE_BYTES.min(bytes.len());
-    data.read_at(bytes.get_mut(..first).unwrap_or_default(), offset)?;
-    let begins = |at: &usize| bytes.get(*at..first).is_some_and(|b| b.starts_with(SlotHeader::MAGIC));
-    let Some(at) = (0..first).step_by(PAGE_BYTES).find(begins) else { return Ok(None) };
-    if let Some(Ok((header, _))) = bytes.get(at..first).map(SlotHeader::decode) {
-        return Ok(Some((at as u32, header)));
-    }
-    // It is longer than what was read.
-    data.read_at(&mut bytes, offset)?;
-    let header = bytes.get(at..).and_then(|b| SlotHeader::decode(b).ok());
+    let read = |most: usize| -> Result<AlignedBuf> {
+        let mut bytes = AlignedBuf::zeroed(most.min(there))?;
+        data.read_at(&mut bytes, offset)?;
+        Ok(bytes)
+    };
+    // Few headers are longer, and a large buffer costs more than to read into it.
+    let bytes = read(COARSE_BYTES)?;
+    let begins = |at: &usize| bytes.get(*at..).is_some_and(|b| b.starts_with(SlotHeader::MAGIC));
+    let Some(at) = (0..bytes.len()).step_by(PAGE_BYTES).find(begins) else { return Ok(None) };
+    let decode = |bytes: &AlignedBuf| bytes.get(at..).and_then(|b| SlotHeader::decode(b).ok());
+    let header = match decode(&bytes) {
+        Some(whole) => Some(whole),
+        None => decode(&read(COARSE_BYTES + MAX_HEADER_BYTES)?),
+    };
     Ok(header.map(|(header, _)| (at as u32, header)))
 }
 
